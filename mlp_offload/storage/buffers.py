@@ -6,6 +6,7 @@ import ctypes
 import logging
 import mmap
 import os
+from typing import final
 
 import numpy as np
 
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 PAGE_BYTES = 4096
 
 
+@final
 class Lease:
     """One buffer of a pool, ours until ``release()``. Also a context manager.
 
@@ -29,7 +31,7 @@ class Lease:
         nbytes: size of the buffer.
     """
 
-    __slots__ = ("pool", "address", "nbytes", "_index", "_released")
+    __slots__ = ("_index", "_released", "address", "nbytes", "pool")
 
     def __init__(self, pool: BufferPool, index: int):
         self.pool = pool
@@ -79,6 +81,7 @@ class Lease:
         return f"<Lease of buffer {self._index}: {state}>"
 
 
+@final
 class BufferPool:
     """``buffer_count`` buffers of ``buffer_bytes`` each (rounded up to 4096) in one private anonymous region.
 

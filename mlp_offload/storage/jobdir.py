@@ -2,7 +2,7 @@
 
 [Note: life of a scratch file]
 1. Take the node-local lock of the file's name. Held by a living process: PathInUseError.
-2. Start the sweeper, which removes the file when this process dies in any way.
+2. Make the job directory, or find it private. Start the sweeper, which removes the file when this process dies in any way.
 3. Remove a file of that name: its owner would hold the lock, so it is dead (the node went down, or everything
    of the job was killed at once, sweeper included). Then the same for other ranks' files of this host.
 4. Create the file, mode 0600.
@@ -20,7 +20,9 @@ import re
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import final
 
 from ..errors import ConfigError, OffloadError, PathInUseError
 from ..units import format_bytes
@@ -100,21 +102,22 @@ def check_directories(directories: Sequence[str | os.PathLike[str]]) -> list[Pat
     return real_paths
 
 
+@final
 class ScratchFile:
     """A rank's own file on one path, empty at first, removed by ``close()`` or by the end of this process.
 
     Attributes:
         path: the file (its real path).
         reclaimed_bytes: size of what dead processes had left and this one removed.
+        sweeper_pid: process that removes the file if we cannot.
     """
 
-    def __init__(self, path: Path, lock: NodeLock, sweeper: Sweeper, reclaimed_bytes: int):
+    def __init__(self, path: Path, reclaimed_bytes: int, sweeper_pid: int, cleanup: ExitStack):
         self.path = path
         self.reclaimed_bytes = reclaimed_bytes
-        self._lock = lock
-        self._sweeper = sweeper
+        self.sweeper_pid = sweeper_pid
+        self._cleanup = cleanup
         self._owner_pid = os.getpid()
-        self._closed = False
 
     @classmethod
     def create(cls, directory: str | os.PathLike[str], *, job: str, rank: int, name: str) -> ScratchFile:
@@ -131,32 +134,22 @@ class ScratchFile:
         (parent,) = check_directories([directory])
         job_directory = parent / f"mlp-offload-{_file_safe(job, 'job')}"
         path = job_directory / f"{host_name()}-rank{rank:04d}-{_file_safe(name, 'name')}.state"
-        lock = _lock_or_raise(path, job)
-        sweeper = None
-        try:
+        # Undone in reverse, here and in close(): while the lock is held, no successor's file can be taken for ours.
+        with ExitStack() as undo:
+            lock = _lock_or_raise(path, job)
+            undo.callback(lock.release)
+            _make_job_directory(job_directory)  # nothing in it is touched before it is known to be ours
             sweeper = Sweeper(job_directory, [path], lock.path, lock.fileno())
-            _make_job_directory(job_directory)
+            undo.callback(sweeper.dismiss)
+            undo.callback(_remove, path)
             reclaimed_bytes = _reclaim_stale(path, job)
             _create_file(path)
-        except BaseException:
-            if sweeper is not None:
-                _remove(path)
-                sweeper.dismiss()
-            lock.release()
-            raise
-        return cls(path, lock, sweeper, reclaimed_bytes)
+            return cls(path, reclaimed_bytes, sweeper.pid, undo.pop_all())
 
     def close(self) -> None:
         """Remove the file and the job directory if that leaves it empty. Twice, or in a forked child, does nothing."""
-        if self._closed or os.getpid() != self._owner_pid:
-            return
-        self._closed = True
-        try:
-            _remove(self.path)
-        finally:
-            # The lock goes last: while it is held, no successor's file can be taken for ours.
-            self._sweeper.dismiss()
-            self._lock.release()
+        if os.getpid() == self._owner_pid:
+            self._cleanup.close()
 
     def __enter__(self) -> ScratchFile:
         return self

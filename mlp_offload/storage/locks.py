@@ -31,11 +31,16 @@ def private_directory(path: Path) -> None:
         ConfigError: it is a symlink, not a directory, belongs to somebody else, or others can enter it.
         OSError: it cannot be made.
     """
-    try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        pass
-    found = os.lstat(path)
+    found = None
+    while found is None:
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            pass
+        try:
+            found = os.lstat(path)
+        except FileNotFoundError:  # another process of ours found it empty and removed it: make it again
+            continue
     mode = stat.S_IMODE(found.st_mode)
     if stat.S_ISLNK(found.st_mode):
         problem = f"is a symbolic link to {os.readlink(path)}"

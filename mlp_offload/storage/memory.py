@@ -21,14 +21,15 @@ def available_memory_bytes() -> int:
     return available if limit is None else min(available, limit)
 
 
-def cgroup_available_bytes() -> int | None:
+def cgroup_available_bytes(root: Path = Path("/")) -> int | None:
     """Smallest (limit - usage) over our memory cgroup and its ancestors (version 1 and 2), bytes, never negative.
 
     Page cache on the inactive list is not counted as usage: it is reclaimed before anything is killed,
-    and after a while of buffered I/O it fills any limit. None when no limit applies.
+    and after a while of buffered I/O it fills any limit. None when no limit applies. ``root`` is where /proc and
+    the cgroup file systems are looked for.
     """
     rooms = []
-    for kind, mount_point, group in _memory_cgroups():
+    for kind, mount_point, group in _memory_cgroups(root):
         limit_file, usage_file, cache_key = _CGROUP_FILES[kind]
         # A limit anywhere above binds as well. Inside a container the upper levels are not visible.
         while group == mount_point or mount_point in group.parents:
@@ -39,11 +40,11 @@ def cgroup_available_bytes() -> int | None:
     return min(rooms, default=None)
 
 
-def _memory_cgroups() -> Iterator[tuple[str, Path, Path]]:
+def _memory_cgroups(root: Path) -> Iterator[tuple[str, Path, Path]]:
     """(kind, mount point, our group's directory) of every memory hierarchy that is mounted here."""
     try:
-        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
-        memberships = Path("/proc/self/cgroup").read_text().splitlines()
+        mounts = Path(root, "proc/self/mountinfo").read_text().splitlines()
+        memberships = Path(root, "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     ours = {}  # kind -> path of our group inside its hierarchy
@@ -55,12 +56,13 @@ def _memory_cgroups() -> Iterator[tuple[str, Path, Path]]:
             ours["cgroup"] = group
     for line in mounts:
         before, _, after = line.partition(" - ")
-        root, mount_point = before.split(" ")[3:5]
+        top, mount_point = before.split(" ")[3:5]
         kind, _, options = after.split(" ", 2)
         if kind in ours and (kind == "cgroup2" or "memory" in options.split(",")):
             # A container mounts its own group as the top: cut that part off.
-            inside = ours[kind].removeprefix(root.rstrip("/"))
-            yield kind, Path(mount_point), Path(mount_point, inside.lstrip("/"))
+            inside = ours[kind].removeprefix(top.rstrip("/"))
+            mounted = Path(root, mount_point.lstrip("/"))
+            yield kind, mounted, Path(mounted, inside.lstrip("/"))
 
 
 def _read_bytes(file: Path) -> int | None:
