@@ -2,7 +2,8 @@
 
 [Note: life of a scratch file]
 1. Take the node-local lock of the file's name. Held by a living process: PathInUseError.
-2. Make the job directory, or find it private. Start the sweeper, which removes the file when this process dies in any way.
+2. Make the job directory, or find it private. Start the sweeper, which removes the file when this process dies,
+   whatever ends it.
 3. Remove a file of that name: its owner would hold the lock, so it is dead (the node went down, or everything
    of the job was killed at once, sweeper included). Then the same for other ranks' files of this host.
 4. Create the file, mode 0600.
@@ -20,7 +21,7 @@ import re
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import final
 
@@ -145,6 +146,18 @@ class ScratchFile:
             reclaimed_bytes = _reclaim_stale(path, job)
             _create_file(path)
             return cls(path, reclaimed_bytes, sweeper.pid, undo.pop_all())
+
+    def neighbour_bytes(self) -> int:
+        """Disk space that files of the same job and name of this host's other ranks take now."""
+        rest = self.path.name.removeprefix(f"{host_name()}-rank").lstrip("0123456789")
+        pattern = re.compile(re.escape(host_name()) + r"-rank\d+" + re.escape(rest))
+        total = 0
+        with os.scandir(self.path.parent) as entries:
+            for entry in entries:
+                if pattern.fullmatch(entry.name) and entry.name != self.path.name:
+                    with suppress(FileNotFoundError):  # that rank just ended
+                        total += entry.stat(follow_symlinks=False).st_blocks * 512
+        return total
 
     def close(self) -> None:
         """Remove the file and the job directory if that leaves it empty. Twice, or in a forked child, does nothing."""

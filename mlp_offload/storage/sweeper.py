@@ -15,7 +15,8 @@ log = logging.getLogger(__name__)
 
 # The shell blocks in read until a line comes (the owner cleaned up: leave everything alone) or the pipe ends
 # (the owner is gone: remove its files). Signals that a batch system sends to the whole job must not end it early.
-# Names are arguments and never part of the program.
+# Names are arguments and never part of the program. Truncating first gives the space back even when an orphan of
+# the owner still has the file open.
 _PROGRAM = """
 trap '' HUP INT QUIT TERM USR1 USR2 ALRM
 echo ready
@@ -23,6 +24,7 @@ exec >/dev/null 2>&1
 read -r line && exit 0
 directory=$1 lock=$2
 shift 2
+truncate -c -s 0 -- "$@"
 rm -f -- "$@"
 rmdir -- "$directory"
 rm -f -- "$lock"
