@@ -246,7 +246,7 @@ class _Need:
         if capacity_bytes is not None and needed > capacity_bytes:
             raise CapacityError(f"{text} its capacity is set to {_sized(capacity_bytes)}. Raise it or add a path.")
         # In this order: a neighbour that allocates between the two makes the check milder, not wrong.
-        free = _free_bytes(self._directory)
+        free = free_bytes(self._directory)
         free += self._scratch.neighbour_bytes()
         if needed > free:
             raise CapacityError(f"{text} {_sized(free)} are free. Free {format_bytes(needed - free)} or add a path.")
@@ -263,7 +263,7 @@ class _Need:
         }[error_number]
         return CapacityError(
             f"path '{self._directory}': {self._what} need {_sized(self.file_bytes)}; the file system stopped at offset "
-            f"{offset} of {self._scratch.path}: {reason}. It reports {_sized(_free_bytes(self._directory))} free. {step}"
+            f"{offset} of {self._scratch.path}: {reason}. It reports {_sized(free_bytes(self._directory))} free. {step}"
         )
 
 
@@ -271,7 +271,7 @@ def _sized(nbytes: int) -> str:
     return f"{nbytes} bytes ({format_bytes(nbytes)})"
 
 
-def _free_bytes(directory: Path) -> int:
+def free_bytes(directory: Path) -> int:
     """What an ordinary user may still write on the file system of ``directory``; knows of no quota."""
     found = os.statvfs(directory)
     return found.f_bavail * found.f_frsize
@@ -285,7 +285,7 @@ def _choose_direct(path: Path, wanted: bool) -> tuple[bool, int]:
         if error.errno in FULL_ERRNOS:
             raise CapacityError(
                 f"path '{path.parent.parent}': no room for a probe of some KiB: {error.strerror}. "
-                f"It reports {_sized(_free_bytes(path.parent.parent))} free. Free space there or name another path."
+                f"It reports {_sized(free_bytes(path.parent.parent))} free. Free space there or name another path."
             ) from error
         raise PathIOError(str(path.parent), "probe", 0, 0, error.errno) from error
     if wanted and not support.supported:
