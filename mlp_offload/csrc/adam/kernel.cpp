@@ -45,7 +45,8 @@ const UpdateTable& table_of(const std::string& name) {
     if (name == variant.name) return variant.table();
     usable += std::string(usable.empty() ? "" : ", ") + variant.name;
   }
-  throw std::invalid_argument("Adam variant '" + name + "' is unknown or not run by this processor; use one of " + usable);
+  throw std::invalid_argument("Adam variant '" + name + "' is unknown or not run by this processor; use one of " +
+                              usable);
 }
 
 // The default floating-point environment (round to nearest, denormals kept) while it lives: a library or
@@ -107,8 +108,8 @@ void check(const Segment& s, std::int64_t row, std::int64_t stride_numel, std::i
         "an address is not aligned to its element");
 }
 
-// Cuts fall on multiples of `chunk` elements in the subgroup, so every chunk but a segment's first starts as aligned as the
-// record itself.
+// Cuts fall on multiples of `chunk` elements in the subgroup, so every chunk but a segment's first starts as aligned as
+// the record itself.
 std::vector<Chunk> cut(const UpdateTable& table, float* state, std::int64_t stride_numel, const Segment* segments,
                        std::int64_t segment_count, const Scalars* groups, int threads) {
   std::int64_t total_numel = 0;
