@@ -25,7 +25,9 @@ def parse_bytes(text: "str | int | float", what: str = "size") -> int:
         match = _PATTERN.fullmatch(str(text))
         if match is None or match.group(2).lower() not in _LOWER:
             known = ", ".join(k for k in _FACTORS if k)
-            raise ConfigError(f"{what}: cannot read {text!r} as bytes; write a number with one of {known} (as in 64GiB)")
+            raise ConfigError(
+                f"{what}: cannot read {text!r} as bytes; write a number with one of {known} (as in 64GiB)"
+            )
         value, factor = float(match.group(1)), _LOWER[match.group(2).lower()]
     if value < 0 or value != value or value == float("inf"):
         raise ConfigError(f"{what}: {text!r} is not a size")
@@ -33,7 +35,7 @@ def parse_bytes(text: "str | int | float", what: str = "size") -> int:
 
 
 def format_bytes(nbytes: float) -> str:
-    """"1.5 GiB" from 1610612736."""
+    """ "1.5 GiB" from 1610612736."""
     size = float(nbytes)
     for suffix in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024 or suffix == "TiB":
@@ -43,7 +45,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """"1.20 GB/s" from 1.2e9; decimal, as drives are sold."""
+    """ "1.20 GB/s" from 1.2e9; decimal, as drives are sold."""
     for factor, suffix in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
         if bytes_per_second >= factor:
             return f"{bytes_per_second / factor:.2f} {suffix}"

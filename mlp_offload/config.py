@@ -1,0 +1,366 @@
+"""Every option of mlp_offload, declared once: a field of ``OffloadConfig`` or ``PathConfig``.
+
+Command-line flags, TOML keys, the README's table and the echo at start-up are all made from these fields.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError
+from .units import format_bytes, format_rate, parse_bytes
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+ENGINES = ("auto", "io_uring", "threads")
+VARIANTS = ("auto", "avx512", "avx2", "scalar")
+AUTO = "auto"
+
+
+def _option(default: Any, help: str, *, kind: str, choices: Sequence[str] = (), least: "float | None" = None) -> Any:
+    """A dataclass field that carries how it is read (``kind``), its limits and its help text."""
+    return field(default=default, metadata={"help": help, "kind": kind, "choices": tuple(choices), "least": least})
+
+
+@dataclass(frozen=True)
+class PathConfig:
+    """One directory on one device or file system, as ``DIR[,key=value]...``.
+
+    Attributes:
+        directory: where the job directory is made; environment variables are expanded on each rank.
+        read, write: sustained bandwidth, bytes/s; None = not known, then paths share equally.
+        capacity: bytes that the ranks of this node may use there together; None = what is free.
+        engine: overrides ``OffloadConfig.engine`` for this path; "auto" keeps it.
+    """
+
+    directory: str
+    read: "int | None" = None
+    write: "int | None" = None
+    capacity: "int | None" = None
+    engine: str = AUTO
+
+    @property
+    def bytes_per_second(self) -> "int | None":
+        """The slower direction; None when neither is known."""
+        known = [rate for rate in (self.read, self.write) if rate is not None]
+        return min(known) if known else None
+
+    @classmethod
+    def parse(cls, spec: "str | Mapping[str, Any]") -> "PathConfig":
+        """From ``"/nvme/scratch,read=5GB/s,capacity=1TiB"`` or the same keys as a TOML table.
+
+        Raises:
+            ConfigError: unknown key, bad unit, no directory; names the spec and lists the keys.
+        """
+        if isinstance(spec, str):
+            directory, *pairs = spec.split(",")
+            items: "dict[str, Any]" = {"directory": directory.strip()}
+            for pair in pairs:
+                key, separator, value = pair.partition("=")
+                if not separator:
+                    raise ConfigError(f"path {spec!r}: {pair!r} is not key=value; keys: {_keys(cls, 'directory')}")
+                if key.strip() in items:
+                    raise ConfigError(f"path {spec!r}: {key.strip()!r} is given twice")
+                items[key.strip()] = value.strip()
+        else:
+            items = dict(spec)
+        _refuse_unknown(items, cls, f"path {spec!r}")
+        if not isinstance(items.get("directory"), str) or not items["directory"]:
+            raise ConfigError(f"path {spec!r}: no directory; write DIR[,read=BYTES/s][,write=BYTES/s][,capacity=BYTES]")
+        for key in ("read", "write", "capacity"):
+            if items.get(key) is not None:
+                items[key] = parse_bytes(items[key], f"path {items['directory']!r}: {key}")
+                if items[key] == 0:
+                    raise ConfigError(f"path {items['directory']!r}: {key} must be above 0")
+        if items.get("engine", AUTO) not in ENGINES:
+            raise ConfigError(
+                f"path {items['directory']!r}: engine {items['engine']!r} is not one of {', '.join(ENGINES)}"
+            )
+        return cls(**items)
+
+    def resolved_directory(self) -> str:
+        """The directory with ``~`` and environment variables expanded, on this rank.
+
+        Raises:
+            ConfigError: a variable is not set here; names it.
+        """
+        expanded = os.path.expandvars(os.path.expanduser(self.directory))
+        missing = re.search(r"\$(\w+|\{[^}]*\})", expanded)
+        if missing:
+            raise ConfigError(
+                f"path {self.directory!r}: environment variable {missing.group(0)} is not set on this rank"
+            )
+        return expanded
+
+    def __str__(self) -> str:
+        extras = [f"{k}={format_rate(v)}" for k, v in (("read", self.read), ("write", self.write)) if v is not None]
+        extras += [f"capacity={format_bytes(self.capacity)}"] if self.capacity is not None else []
+        extras += [f"engine={self.engine}"] if self.engine != AUTO else []
+        return ",".join([self.directory, *extras])
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """All options. Everything is checked on construction; sizes are per rank.
+
+    Raises:
+        ConfigError: on construction, with the option's name and what to write instead.
+    """
+
+    paths: "tuple[PathConfig, ...]" = _option(
+        (), "directory that holds a share of the state; repeat for several, each on its own device", kind="path"
+    )
+    host_memory: "int | str" = _option(
+        AUTO,
+        "host memory for state buffers, per rank; auto = host_memory_fraction of what is free, by rank",
+        kind="bytes_or_auto",
+    )
+    host_memory_fraction: float = _option(
+        0.5,
+        "with host_memory=auto: share of min(available memory, cgroup limit), divided among a node's ranks",
+        kind="float",
+        least=0.0,
+    )
+    subgroup_size: int = _option(
+        2**25,
+        "elements of a subgroup, the unit that is fetched, updated and flushed (12 bytes each)",
+        kind="int",
+        least=1,
+    )
+    staging_count: int = _option(
+        0,
+        "buffers in motion (fetching, updating, flushing), at least 3; the rest of host_memory holds resident subgroups; 0 = 2 + 2 a path",
+        kind="int",
+        least=0,
+    )
+    engine: str = _option(
+        AUTO, "storage engine; auto = io_uring where the kernel allows it, else threads", kind="choice", choices=ENGINES
+    )
+    direct: bool = _option(
+        True, "O_DIRECT, past the page cache; falls back with a warning where it is refused", kind="bool"
+    )
+    threads: int = _option(4, "I/O threads a path (threads engine)", kind="int", least=1)
+    iodepth: int = _option(8, "blocks in flight a path (io_uring engine)", kind="int", least=1)
+    block_size: int = _option(2**21, "bytes of one I/O request to the kernel", kind="bytes", least=4096)
+    checksums: bool = _option(True, "write a crc32c with every subgroup and check it on fetch", kind="bool")
+    warn_seconds: float = _option(
+        30.0, "warn when a storage call has not returned after this time", kind="float", least=0.0
+    )
+    timeout_seconds: float = _option(
+        600.0, "stop the run when a storage call has not returned after this time", kind="float", least=0.0
+    )
+    update_threads: int = _option(
+        0, "threads of the Adam kernel; 0 = cores of the node / its ranks", kind="int", least=0
+    )
+    adam_variant: str = _option(
+        AUTO, "SIMD variant of the Adam kernel; all give the same bits", kind="choice", choices=VARIANTS
+    )
+    job: str = _option(AUTO, "name of the job directory; auto = the scheduler's job id, else user and host", kind="str")
+    telemetry: str = _option("", "directory for one JSON line a step and rank; empty = none", kind="str")
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            object.__setattr__(self, f.name, _convert(f, getattr(self, f.name)))
+        if self.block_size % 4096:
+            raise ConfigError(f"block_size {self.block_size}: must be a multiple of 4096 bytes")
+        if 0 < self.staging_count < 3:
+            raise ConfigError(
+                f"staging_count {self.staging_count}: must be at least 3 (one buffer fetching, one updating, one flushing), or 0"
+            )
+        if not 0 < self.host_memory_fraction <= 1:
+            raise ConfigError(f"host_memory_fraction {self.host_memory_fraction}: must be above 0 and at most 1")
+        if self.timeout_seconds <= self.warn_seconds:
+            raise ConfigError(
+                f"timeout_seconds {self.timeout_seconds:g}: must be above warn_seconds {self.warn_seconds:g}, so that a warning comes first"
+            )
+
+    def replace(self, **changes: Any) -> "OffloadConfig":
+        """A copy with some options changed, checked again."""
+        _refuse_unknown(changes, OffloadConfig, "options")
+        return dataclasses.replace(self, **changes)
+
+    @classmethod
+    def from_mapping(cls, items: Mapping[str, Any], where: str = "options") -> "OffloadConfig":
+        """From TOML-like keys. Raises ConfigError for an unknown key and lists the right ones."""
+        _refuse_unknown(items, cls, where)
+        return cls(**items)
+
+    @classmethod
+    def from_toml(cls, file: "str | os.PathLike[str]") -> "OffloadConfig":
+        """From a TOML file with the field names as keys; paths are strings or ``[[paths]]`` tables."""
+        return cls.from_mapping(read_toml(file), str(file))
+
+    def echo(self) -> str:
+        """One line a set option, as it is used: for the log at start-up."""
+        lines = []
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if f.name == "paths":
+                lines += [f"  path                  {p}" for p in value]
+            else:
+                shown = format_bytes(value) if f.metadata["kind"].startswith("bytes") and value != AUTO else value
+                lines.append(f"  {f.name:<21} {shown}")
+        return "\n".join(lines)
+
+
+def read_toml(file: "str | os.PathLike[str]") -> "dict[str, Any]":
+    """The keys of a TOML file. Raises ConfigError when it cannot be read, naming it and the line."""
+    try:
+        return tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {str(file)!r}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {str(file)!r} is not TOML: {error}") from error
+
+
+# ------------------------------------------------------------------------------------ command line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--optimizer-offload``, ``--mlp-offload-config`` and one ``--mlp-offload-*`` flag an option."""
+    group = parser.add_argument_group(
+        "optimizer offload",
+        "Keep fp32 master weights and Adam moments in host memory and on storage paths. Example: "
+        "--optimizer-offload mlp --mlp-offload-path '$SLURM_TMPDIR,read=6GB/s' --mlp-offload-path /lustre/me/scratch",
+    )
+    group.add_argument(
+        "--optimizer-offload",
+        choices=("none", "mlp"),
+        default="none",
+        help="where optimizer state lives: none = as stock Megatron",
+    )
+    group.add_argument(
+        "--mlp-offload-config",
+        metavar="FILE.toml",
+        default=None,
+        help="TOML file with any of the options below; flags win over it",
+    )
+    for f in dataclasses.fields(OffloadConfig):
+        meta = f.metadata
+        settings: "dict[str, Any]" = {
+            "dest": argument_name(f.name),
+            "default": None,
+            "help": f"{meta['help']} (default: {_shown(f)})",
+        }
+        if meta["kind"] == "path":
+            settings |= {
+                "action": "append",
+                "metavar": "DIR[,read=BYTES/s][,write=BYTES/s][,capacity=BYTES][,engine=ENGINE]",
+            }
+        elif meta["kind"] == "choice":
+            settings |= {"choices": meta["choices"]}
+        elif meta["kind"] == "bool":
+            settings |= {"action": argparse.BooleanOptionalAction}
+        else:
+            settings |= {
+                "metavar": {"bytes": "BYTES", "bytes_or_auto": "BYTES|auto", "str": "TEXT"}.get(meta["kind"], "N")
+            }
+        settings["help"] = settings["help"].replace("%", "%%")
+        group.add_argument(flag_name(f.name), **settings)
+    return parser
+
+
+def from_arguments(args: Any) -> OffloadConfig:
+    """The options from parsed arguments (see ``add_arguments``): the TOML file first, flags over it."""
+    file = getattr(args, "mlp_offload_config", None)
+    items: "dict[str, Any]" = {}
+    if file:
+        items = read_toml(file)
+        _refuse_unknown(items, OffloadConfig, f"config file {file!r}")
+    for f in dataclasses.fields(OffloadConfig):
+        value = getattr(args, argument_name(f.name), None)
+        if value is not None:
+            items[f.name] = value
+    config = OffloadConfig.from_mapping(items)
+    if not config.paths:
+        raise ConfigError(
+            "--optimizer-offload mlp needs at least one --mlp-offload-path DIR (or paths in --mlp-offload-config)"
+        )
+    return config
+
+
+def flag_name(field_name: str) -> str:
+    """``--mlp-offload-host-memory`` from ``host_memory``; ``paths`` is repeatable and singular."""
+    return "--mlp-offload-" + ("path" if field_name == "paths" else field_name.replace("_", "-"))
+
+
+def argument_name(field_name: str) -> str:
+    """The attribute of the parsed arguments that holds an option."""
+    return flag_name(field_name)[2:].replace("-", "_")
+
+
+def options_table() -> str:
+    """The README's table of options, in Markdown."""
+    rows = ["| flag | TOML key | default | meaning |", "|---|---|---|---|"]
+    rows += [
+        f"| `{flag_name(f.name)}` | `{f.name}` | {_shown(f)} | {f.metadata['help']} |"
+        for f in dataclasses.fields(OffloadConfig)
+    ]
+    return "\n".join(rows)
+
+
+# ------------------------------------------------------------------------------------------ helpers
+
+
+def _shown(f: "dataclasses.Field[Any]") -> str:
+    if f.metadata["kind"] == "path":
+        return "none"
+    if f.metadata["kind"] == "bytes":
+        return format_bytes(f.default)
+    return str(f.default).lower() if isinstance(f.default, bool) else str(f.default) or "none"
+
+
+def _keys(cls: type, *without: str) -> str:
+    return ", ".join(f.name for f in dataclasses.fields(cls) if f.name not in without)
+
+
+def _refuse_unknown(items: Iterable[str], cls: type, where: str) -> None:
+    names = [f.name for f in dataclasses.fields(cls)]
+    for key in items:
+        if key not in names:
+            close = difflib.get_close_matches(str(key), names, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{where}: unknown key {key!r}{hint} Known keys: {', '.join(names)}")
+
+
+def _convert(f: "dataclasses.Field[Any]", value: Any) -> Any:
+    """``value`` in the field's type, or ConfigError with the option's name."""
+    kind, name = f.metadata["kind"], f.name
+    if kind == "path":
+        if isinstance(value, (str, Mapping, PathConfig)):
+            value = [value]
+        return tuple(p if isinstance(p, PathConfig) else PathConfig.parse(p) for p in value)
+    if kind == "bytes_or_auto" and value == AUTO:
+        return value
+    if kind.startswith("bytes"):
+        value = parse_bytes(value, name)
+    elif kind == "bool":
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} {value!r}: must be true or false")
+    elif kind in ("int", "float"):
+        try:
+            number = float(value) if not isinstance(value, bool) else float("nan")
+        except (TypeError, ValueError):
+            number = float("nan")
+        if number != number or (kind == "int" and number != int(number)):
+            raise ConfigError(f"{name} {value!r}: must be {'a whole number' if kind == 'int' else 'a number'}")
+        value = int(number) if kind == "int" else number
+    elif kind == "choice" and value not in f.metadata["choices"]:
+        raise ConfigError(f"{name} {value!r}: must be one of {', '.join(f.metadata['choices'])}")
+    elif kind == "str" and not isinstance(value, str):
+        raise ConfigError(f"{name} {value!r}: must be text")
+    least = f.metadata["least"]
+    if least is not None and value < least:
+        raise ConfigError(f"{name} {value}: must be at least {least:g}")
+    return value
