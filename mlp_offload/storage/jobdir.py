@@ -257,7 +257,11 @@ def _unlink_size(path: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
+    """Remove a file and its directory if that leaves it empty. Never raises: it runs while other errors are on their way."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("path '%s': cannot remove %s: %s", path.parent.parent, path, error.strerror)
     try:
         path.parent.rmdir()
     except OSError:  # other ranks' files are in it, or it is gone

@@ -84,9 +84,9 @@ class StateFile:
             PathIOError: the file cannot be enlarged for another reason.
             ConfigError: the engine cannot be had here.
         """
-        if slot_count < 1 or slot_bytes < 1 or local_rank_count < 1:
-            raise ValueError(f"{scratch.path}: {slot_count=}, {slot_bytes=}, {local_rank_count=} must be positive")
         try:
+            if slot_count < 1 or slot_bytes < 1 or local_rank_count < 1:
+                raise ValueError(f"{scratch.path}: {slot_count=}, {slot_bytes=}, {local_rank_count=} must be positive")
             direct, alignment = _choose_direct(scratch.path, direct)
             slot_bytes = -(-slot_bytes // alignment) * alignment
             need = _Need(scratch, slot_count, slot_bytes, local_rank_count)
