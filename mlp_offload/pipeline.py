@@ -159,13 +159,15 @@ class StepPipeline:
         tiers, first = self.tiers, self._first[space]
         subgroup_of = self.subgroups[space]
         waiting = list(plan.rows)
-        to_fetch = [row for row in plan.rows if not row.hit]
+        to_fetch = [row.subgroup for row in plan.rows if not row.hit]
         fetches: "dict[int, Flight]" = {}
         while waiting:
             tiers.reap()
-            while to_fetch and (lease := tiers.pool.lease()) is not None:
-                index = to_fetch.pop(0).subgroup
-                fetches[index] = tiers.start_fetch(index, lease, record)
+            # A subgroup whose flush of the step before is still under way has no good copy on its path yet.
+            ready = [i for i in to_fetch if tiers.table[i].where is Where.STORED][: tiers.pool.free_count]
+            for index in ready:
+                to_fetch.remove(index)
+                fetches[index] = tiers.start_fetch(index, tiers.pool.lease(), record)
             row = self._first_ready(waiting, fetches)
             if row is None:
                 begin = time.monotonic()
