@@ -87,32 +87,38 @@ def test_times_are_on_the_monotonic_clock_and_in_order(tmp_path: Path) -> None:
         assert future.finished_seconds <= time.monotonic()
 
 
-def test_keepalive_lives_while_the_request_does_even_without_its_future(tmp_path: Path) -> None:
+@pytest.fixture
+def fifo(tmp_path: Path) -> Path:
+    """A file whose reads do not return until somebody writes to it: through io_uring a FIFO is that."""
+    if not _native.io_uring_available()[0]:
+        pytest.skip("io_uring is not available here")
+    os.mkfifo(tmp_path / "fifo")
+    return tmp_path / "fifo"
+
+
+def test_keepalive_lives_while_the_request_does_even_without_its_future(fifo: Path) -> None:
     class Buffer:
         def __init__(self) -> None:
-            self.data = ctypes.create_string_buffer(8 << 20)
+            self.data = ctypes.create_string_buffer(4)
 
-    with buffered(tmp_path / "state", threads=1, block_size=4096) as engine:
+    with Engine(fifo, kind="io_uring", direct=False) as engine:
         buffer = Buffer()
         alive = weakref.ref(buffer)
-        engine.write(0, ctypes.addressof(buffer.data), 8 << 20, keepalive=buffer)
-        assert engine.inflight()  # 2048 blocks one by one
+        engine.read(0, ctypes.addressof(buffer.data), 4, keepalive=buffer)
         del buffer
         gc.collect()
-        assert alive() is not None
+        assert engine.inflight() and alive() is not None
+        fifo.write_bytes(b"done")
         while engine.inflight():
             time.sleep(0.01)
         engine.write(0, 0, 0).result()
         assert alive() is None
 
 
-def test_a_signal_handler_runs_while_waiting(tmp_path: Path) -> None:
-    """Ctrl-C must end a wait. A FIFO without a writer is a read that does not return, on io_uring."""
-    if not _native.io_uring_available()[0]:
-        pytest.skip("io_uring is not available here")
-    os.mkfifo(tmp_path / "fifo")
+def test_a_signal_handler_runs_while_waiting(fifo: Path) -> None:
+    """Ctrl-C ends a wait, not the request."""
     data = ctypes.create_string_buffer(16)
-    with Engine(tmp_path / "fifo", kind="io_uring", direct=False) as engine:
+    with Engine(fifo, kind="io_uring", direct=False) as engine:
         future = engine.read(0, ctypes.addressof(data), 2, checksum=False)
         before = signal.signal(signal.SIGUSR1, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         timer = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
@@ -120,33 +126,28 @@ def test_a_signal_handler_runs_while_waiting(tmp_path: Path) -> None:
         try:
             begin = time.monotonic()
             with pytest.raises(KeyboardInterrupt):
-                future.result(warn_seconds=10, timeout_seconds=10)
-            assert time.monotonic() - begin < 3
+                future.result(warn_seconds=20, timeout_seconds=20)
+            assert time.monotonic() - begin < 10
         finally:
             timer.join()
             signal.signal(signal.SIGUSR1, before)
-        with open(tmp_path / "fifo", "wb") as writer:
-            writer.write(b"ok")
+        fifo.write_bytes(b"ok")
         future.result(timeout_seconds=10)
         assert data.value == b"ok"
 
 
-def test_a_slow_request_warns_once_and_then_succeeds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    if not _native.io_uring_available()[0]:
-        pytest.skip("io_uring is not available here")
-    os.mkfifo(tmp_path / "fifo")
+def test_a_slow_request_warns_once_and_then_succeeds(fifo: Path, caplog: pytest.LogCaptureFixture) -> None:
     data, messages = ctypes.create_string_buffer(16), []
-    with Engine(tmp_path / "fifo", kind="io_uring", direct=False) as engine, caplog.at_level(logging.WARNING):
+    with Engine(fifo, kind="io_uring", direct=False) as engine, caplog.at_level(logging.WARNING):
 
         def answer(message: str) -> None:
             messages.append(message)
-            with open(tmp_path / "fifo", "wb") as writer:
-                writer.write(b"late")
+            fifo.write_bytes(b"late")
 
         engine.read(0, ctypes.addressof(data), 4, checksum=False).result(0.1, 10, answer)
     assert data.value == b"late"
     assert len(messages) == len(caplog.records) == 1
-    assert f"read {tmp_path / 'fifo'} offset=0 bytes=4: no answer after 0.1 s" in messages[0]
+    assert f"read {fifo} offset=0 bytes=4: no answer after" in messages[0]
 
 
 def test_probe_of_a_directory(tmp_path: Path) -> None:
@@ -161,7 +162,6 @@ def test_probe_of_a_directory(tmp_path: Path) -> None:
             engine.write(support.alignment, address, support.alignment).result()
 
 
-def test_probe_where_direct_io_is_refused() -> None:
-    """/proc takes no files, /dev/full no bytes; a pseudo file system says no to the file itself."""
+def test_probe_of_a_directory_that_takes_no_file() -> None:
     with pytest.raises(OSError):
         direct_supported("/proc")
