@@ -22,7 +22,7 @@ from .. import _native
 from ..errors import ConfigError, PathIOError, PathTimeoutError
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self  # Python 3.11; annotations are not evaluated
 
 logger = logging.getLogger(__name__)
 
