@@ -53,6 +53,7 @@ class UringCore final : public Core {
 
   void run() override;
   bool register_buffers(char* address, uint64_t nbytes) override;
+  void close_file() override;
 
  protected:
   void wake() override {
@@ -109,6 +110,16 @@ void UringCore::run() {
     reap();
     std::this_thread::sleep_for(kPollInterval);
   }
+}
+
+// The ring holds the file and the buffers as well, until the kernel has taken it apart in the background, which is some
+// time after the engine is gone: let go of both now, or the file's space would stay taken and its file system busy.
+void UringCore::close_file() {
+  if (fixed_file_) io_uring_unregister_files(ring_.get());
+  if (registered_nbytes_ != 0) io_uring_unregister_buffers(ring_.get());
+  fixed_file_ = false;
+  registered_nbytes_ = 0;
+  Core::close_file();
 }
 
 void UringCore::fill() {
