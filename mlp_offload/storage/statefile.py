@@ -245,9 +245,10 @@ class _Need:
         text += f" need {_sized(needed)};"
         if capacity_bytes is not None and needed > capacity_bytes:
             raise CapacityError(f"{text} its capacity is set to {_sized(capacity_bytes)}. Raise it or add a path.")
-        # In this order: a neighbour that allocates between the two makes the check milder, not wrong.
+        # Neighbours may have allocated theirs before. In this order: one that does so between the two calls makes the
+        # check milder, not wrong.
         free = free_bytes(self._directory)
-        free += self._scratch.neighbour_bytes()
+        free += min(self._scratch.neighbour_bytes(), needed - self.file_bytes)
         if needed > free:
             raise CapacityError(f"{text} {_sized(free)} are free. Free {format_bytes(needed - free)} or add a path.")
 

@@ -43,22 +43,31 @@ def run_on_tmpfs(directory: Path, code: str) -> None:
 
 
 @contextmanager
-def loop_file_system(place: Path, size_bytes: int, make: str, options: str = "loop") -> Iterator[Path]:
-    """A file system in a file, mounted under place."""
+def loop_file_system(place: Path, make: str, options: str = "rw", sector_bytes: int = 512) -> Iterator[Path]:
+    """A file system of 32 MiB on a loop device, mounted under place."""
     if os.geteuid() != 0:
         pytest.skip("only root can mount a file system from a file")
     image, mounted = place / "image", place / "mounted"
     mounted.mkdir()
     with image.open("wb") as file:
-        file.truncate(size_bytes)
-    subprocess.run([*make.split(), str(image)], check=True, capture_output=True)
-    done = subprocess.run(["mount", "-o", options, image, mounted], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"cannot mount a file here: {done.stderr.strip()}")
+        file.truncate(32 * MIB)
+    command = ["losetup", "--find", "--show", "--sector-size", str(sector_bytes), image]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.skip(f"cannot make a loop device here: {made.stderr.strip()}")
+    device = made.stdout.strip()
     try:
-        yield mounted
+        subprocess.run([*make.split(), device], check=True, capture_output=True)
+        subprocess.run(["mount", "-o", options, device, mounted], check=True)
+        try:
+            yield mounted
+        finally:
+            idle = subprocess.run(["umount", mounted], check=False).returncode == 0
+            if not idle:
+                subprocess.run(["umount", "--lazy", mounted], check=True)
+        assert idle, "something still used the file system after close()"
     finally:
-        subprocess.run(["umount", mounted], check=True)
+        subprocess.run(["losetup", "--detach", device], check=True)
         image.unlink()
 
 
@@ -94,7 +103,7 @@ assert "for each of 2 ranks on this node need 35651584 bytes" in refusal(17, loc
 with state_file(15, rank=0, local_rank_count=2) as first, state_file(15, rank=1, local_rank_count=2) as second:
     for file in (first, second):
         file.write_all_slots()
-    assert refusal(2, rank=2) is None
+    assert "2097152 bytes (2.0 MiB) are free" in refusal(3, rank=2)
 assert os.listdir(directory) == []
 """,
     )
@@ -102,7 +111,7 @@ assert os.listdir(directory) == []
 
 def test_a_file_system_that_cannot_reserve_and_fills_up_while_the_slots_are_written(tmp_path):
     # ext2 has no fallocate, and its block lists take room beside the data.
-    with loop_file_system(tmp_path, 32 * MIB, "mkfs.ext2 -q -b 1024 -m 0") as mounted:
+    with loop_file_system(tmp_path, "mkfs.ext2 -q -b 1024 -m 0") as mounted:
         found = os.statvfs(mounted)
         slot_count = found.f_bavail * found.f_frsize // MIB
         assert slot_count >= 20
@@ -123,7 +132,7 @@ def test_a_file_system_that_cannot_reserve_and_fills_up_while_the_slots_are_writ
 
 def test_a_reservation_that_fails_although_the_space_seemed_free(tmp_path):
     # So many fragments of free space that their list does not fit beside the data.
-    with loop_file_system(tmp_path, 32 * MIB, "mkfs.ext4 -q -b 1024 -m 0 -O ^has_journal") as mounted:
+    with loop_file_system(tmp_path, "mkfs.ext4 -q -b 1024 -m 0 -O ^has_journal") as mounted:
         pieces = [mounted / str(number) for number in range(400)]
         for piece in pieces:
             piece.write_bytes(bytes(32 * 1024))
@@ -153,7 +162,7 @@ assert os.listdir(directory) == ["filler"]
 
 def test_direct_io_that_is_refused_costs_one_warning_and_works_buffered(tmp_path, caplog):
     # A journal for data as well as metadata rules direct I/O out.
-    with loop_file_system(tmp_path, 32 * MIB, "mkfs.ext4 -q", "loop,data=journal") as mounted:
+    with loop_file_system(tmp_path, "mkfs.ext4 -q", "data=journal") as mounted:
         with state_file(mounted, 2) as file:
             assert file.direct is False
             file.write_all_slots()
@@ -166,29 +175,12 @@ def test_direct_io_that_is_refused_costs_one_warning_and_works_buffered(tmp_path
 
 
 def test_slots_are_aligned_to_what_the_device_asks_for(tmp_path):
-    if os.geteuid() != 0:
-        pytest.skip("only root can make a loop device")
-    image, mounted = tmp_path / "image", tmp_path / "mounted"
-    mounted.mkdir()
-    with image.open("wb") as file:
-        file.truncate(32 * MIB)
-    made = subprocess.run(
-        ["losetup", "--find", "--show", "--sector-size", "4096", image], capture_output=True, text=True, check=False
-    )
-    if made.returncode:
-        pytest.skip(f"cannot make a loop device here: {made.stderr.strip()}")
-    device = made.stdout.strip()
-    try:
-        subprocess.run(["mkfs.ext4", "-q", device], check=True, capture_output=True)
-        subprocess.run(["mount", device, mounted], check=True)
-        try:
-            with state_file(mounted, 3, slot_bytes=3 * 512) as file:
-                assert (file.direct, file.alignment, file.slot_bytes) == (True, 4096, 4096)
-                file.write_all_slots()
-        finally:
-            subprocess.run(["umount", mounted], check=True)
-    finally:
-        subprocess.run(["losetup", "--detach", device], check=True)
+    with (
+        loop_file_system(tmp_path, "mkfs.ext4 -q", sector_bytes=4096) as mounted,
+        state_file(mounted, 3, slot_bytes=3 * 512) as file,
+    ):
+        assert (file.direct, file.alignment, file.slot_bytes) == (True, 4096, 4096)
+        file.write_all_slots()
 
 
 def test_space_comes_back_after_a_kill_even_if_an_orphan_holds_the_file_open(tmp_path):
