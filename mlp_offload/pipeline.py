@@ -175,11 +175,9 @@ class StepPipeline:
                 record.add("stall", waiting[0].subgroup, begin, time.monotonic())
                 continue
             waiting.remove(row)
-            lease = tiers.table[row.subgroup].lease
             if not row.hit:
-                flight = fetches.pop(row.subgroup)
-                tiers.land_fetch(flight)
-                lease = flight.lease
+                tiers.land_fetch(fetches.pop(row.subgroup))
+            lease = tiers.table[row.subgroup].lease
             begin = time.monotonic()
             if waiting:  # its gradients travel while this one is updated
                 work.prepare(subgroup_of[waiting[0].subgroup - first])
