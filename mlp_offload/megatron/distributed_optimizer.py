@@ -16,7 +16,7 @@ from ..plan.subgroups import Subgroup
 from ..updates import AdamWork
 from .gradients import any_non_finite, norm_inputs, with_stock_gradients
 from .self_check import PRECISION_AWARE, megatron_version
-from .shard_states import ShardStates, fill_main_param
+from .shard_states import ShardStates
 from .shards import Shard, collect_shards
 
 
@@ -72,24 +72,28 @@ class MLPDistributedOptimizer(DistributedOptimizer):
 
     # ------------------------------------------------------------------------------------ state
 
-    def start(self, pipeline: StepPipeline, space: str, kernel: AdamKernel) -> None:
-        """Let the state live in ``space`` of ``pipeline``; its shards are ``self.shards``, in order."""
-        self._pipeline, self._space = pipeline, space
+    def start(self, pipeline: StepPipeline, space: str, kernel: AdamKernel, resources: Any) -> None:
+        """Let the state live in ``space`` of ``pipeline``; its shards are ``self.shards``, in order.
+
+        Args:
+            resources: owns pipeline and kernel; closed by ``close``, kept alive by this optimizer.
+        """
+        self._pipeline, self._space, self._resources = pipeline, space, resources
         self._states = ShardStates(pipeline, space)
-        self._work = AdamWork(kernel, [shard.weight for shard in self.shards])
+        largest = max(subgroup.numel for subgroup in pipeline.subgroups[space])
+        self._work = AdamWork(kernel, [shard.weight for shard in self.shards], largest)
 
     def fill(self, subgroup: Subgroup, view: StateView) -> None:
         """Write the first ``main_param`` of a subgroup: the model's weights, widened."""
-        for segment in subgroup.segments:
-            fill_main_param(view, segment, self._weight)
+        self._work.load_weights(subgroup, view)
 
     def close(self) -> None:
-        """Give back memory, threads and scratch files; the optimizer cannot step any more. Safe to call twice."""
-        if self._pipeline is not None:
-            self._pipeline.close()
+        """Give back memory, threads and scratch files of all parts built together; safe to call twice.
 
-    def _weight(self, shard: int) -> torch.Tensor:
-        return self.shards[shard].weight
+        It happens by itself when the process ends.
+        """
+        if self._pipeline is not None:
+            self._resources.close()
 
     @property
     def step_count(self) -> int:
@@ -134,14 +138,19 @@ class MLPDistributedOptimizer(DistributedOptimizer):
             self._clip_coefficients[self._index_of_view[id(view)]] = coefficient
 
     def views_for_zero_count(self):
-        """Iterate the shards' views with the gradients that stock would count zeros of; see ``with_stock_gradients``."""
+        """Iterate the shards' views with the gradients of which stock would count the zeros."""
         return with_stock_gradients(self.shards, self._inverse_scale, self._clip_coefficients)
 
     # ------------------------------------------------------------------------------------ step
 
     def _step_state(self) -> None:
+        if not self.shards:  # more ranks than parameters: a step without work
+            self._count_step()
+            return
         if self._pipeline is None:
-            raise SelfCheckError("the offloaded optimizer was stepped before start(); build it with get_megatron_optimizer")
+            raise SelfCheckError(
+                "the offloaded optimizer was stepped before start(); build it with get_megatron_optimizer"
+            )
         if self._steps_of_this_process == 0:
             self._check_hooks()
         step = self.step_count + 1
@@ -169,6 +178,10 @@ class MLPDistributedOptimizer(DistributedOptimizer):
         self._work.begin([shard.gradient for shard in self.shards], scalars, row_of_shard)
         self._pipeline.step(self._space, self._work)
         self._work.end()
+        self._count_step()
+
+    def _count_step(self) -> None:
+        step = self.step_count + 1
         for group in self.param_groups:
             group["step"] = step
         self._steps_of_this_process += 1
@@ -238,7 +251,9 @@ class MLPDistributedOptimizer(DistributedOptimizer):
         saved = {_identity(group): group for group in state_dict["optimizer"]["param_groups"]}
         steps = {int(group["step"]) for group in saved.values() if group.get("step") is not None}
         if len(steps) > 1:
-            raise ConfigError(f"checkpoint: param groups are at different steps {sorted(steps)}; load with --no-load-optim")
+            raise ConfigError(
+                f"checkpoint: param groups are at different steps {sorted(steps)}; load with --no-load-optim"
+            )
         for group in self.param_groups:
             if _identity(group) not in saved:
                 raise ConfigError(
@@ -270,16 +285,12 @@ class MLPDistributedOptimizer(DistributedOptimizer):
 
     def _copy_model_params_to_main_params(self, state_dict: "dict[str, Any] | None" = None) -> None:
         """Set every ``main_param`` from the model's weights, or from ``state_dict``'s, which may be more precise."""
-        if self.is_stub_optimizer:
+        if not self.shards:
             return
-        source = self._weight
+        whole = {shard.model_param: shard.model_param for shard in self.shards}
         if state_dict is not None:
-            saved = self._build_model_param_to_state_dict_param_map(state_dict)
-
-            def source(index: int) -> torch.Tensor:
-                return self.shards[index].slice_of(saved[self.shards[index].model_param])
-
-        self._states.set_main_params(source)
+            whole = self._build_model_param_to_state_dict_param_map(state_dict)
+        self._states.set_main_params([shard.slice_of(whole[shard.model_param]) for shard in self.shards])
 
 
 def _identity_keys() -> "tuple[str, ...]":

@@ -33,15 +33,13 @@ def unscaled(gradient: torch.Tensor, inverse_scale: "torch.Tensor | None") -> to
     return wide if inverse_scale is None else wide * inverse_scale
 
 
-def norm_inputs(
-    gradients: Sequence[torch.Tensor], inverse_scale: "torch.Tensor | None"
-) -> "Sequence[torch.Tensor]":
+def norm_inputs(gradients: Sequence[torch.Tensor], inverse_scale: "torch.Tensor | None") -> "Sequence[torch.Tensor]":
     """Tensors whose L2 norm, as ``clip_grads.get_grad_norm_fp32`` takes it, has the bits of stock's.
 
     [Note: norm of norms] Megatron-Core's own reduction is the norm of the list of the tensors' norms, and the norm of
-    one element is that element. So one fp32 copy at a time is reduced here, and its norm stands in for it. The kernels of
-    Transformer Engine and Apex reduce all tensors in one tree of chunks; for them all fp32 copies are made (4 bytes an
-    element of the rank's shards, only for 16-bit gradients or with a loss scale), as stock does for the whole step.
+    one element is that element. So one fp32 copy at a time is reduced here, and its norm stands in for it. The kernels
+    of Transformer Engine and Apex reduce all tensors in one tree of chunks; for them all fp32 copies are made (4 bytes
+    an element of the rank's shards, only for 16-bit gradients or with a loss scale), as stock does for the whole step.
     """
     if inverse_scale is None and all(g.dtype == torch.float32 for g in gradients):
         return gradients

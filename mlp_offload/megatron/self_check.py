@@ -3,67 +3,51 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import megatron.core
 import megatron.core.optimizer as factory_module
-from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
+from megatron.core.optimizer import clip_grads, optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from ..errors import SelfCheckError
 
 PRECISION_AWARE = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
 
-# Overridden or called: (function, parameters that it must have).
-_DISTRIBUTED = "DistributedOptimizer"
-_SIGNATURES: "tuple[tuple[Any, str, tuple[str, ...]], ...]" = (
+# Overridden, replaced or called: (owner, function, parameters that it must have).
+_FUNCTIONS: "tuple[tuple[Any, str, tuple[str, ...]], ...]" = (
     (optimizer, "clip_grad_by_total_norm_fp32", ("parameters", "max_norm", "total_norm", "use_decoupled_grad")),
     (optimizer, "count_zeros_fp32", ("parameters", "use_decoupled_grad")),
-    (optimizer, "get_grad_norm_fp32", ("grads_for_norm",)),
     (factory_module, "get_megatron_optimizer", ("config", "model_chunks")),
-    (
-        f"{_DISTRIBUTED}",
-        "_build_model_and_main_param_groups",
-        ("gbuf_ranges", "param_gbuf_map", "opt_group_ranges", "config"),
-    ),
-    (_DISTRIBUTED, "_copy_model_grads_to_main_grads", ()),
-    (_DISTRIBUTED, "_unscale_main_grads_and_check_for_nan", ()),
-    (_DISTRIBUTED, "_copy_model_params_to_main_params", ("state_dict",)),
-    (_DISTRIBUTED, "_build_model_param_to_state_dict_param_map", ("state_dict",)),
-    (_DISTRIBUTED, "_get_main_param_and_optimizer_states", ("model_param",)),
-    (_DISTRIBUTED, "_set_main_param_and_optimizer_states", ("model_param", "tensors")),
-    (_DISTRIBUTED, "sharded_state_dict", ("model_sharded_state_dict", "is_loading")),
-    (_DISTRIBUTED, "load_parameter_state_from_dp_reshardable", ("state_dict",)),
-    (_DISTRIBUTED, "load_parameter_state_from_fully_reshardable", ("state_dict",)),
-    (_DISTRIBUTED, "get_grad_stats_parallel_group", ()),
-    (_DISTRIBUTED, "offload_to_cpu", ()),
-    (_DISTRIBUTED, "restore_from_cpu", ()),
+    (DistributedOptimizer, "_copy_model_grads_to_main_grads", ()),
+    (DistributedOptimizer, "_unscale_main_grads_and_check_for_nan", ()),
+    (DistributedOptimizer, "_copy_model_params_to_main_params", ("state_dict",)),
+    (DistributedOptimizer, "_build_model_param_to_state_dict_param_map", ("state_dict",)),
+    (DistributedOptimizer, "_get_main_param_and_optimizer_states", ("model_param",)),
+    (DistributedOptimizer, "_set_main_param_and_optimizer_states", ("model_param", "tensors")),
+    (DistributedOptimizer, "sharded_state_dict", ("model_sharded_state_dict", "is_loading")),
+    (DistributedOptimizer, "load_parameter_state_from_dp_reshardable", ("state_dict",)),
+    (DistributedOptimizer, "load_parameter_state_from_fully_reshardable", ("state_dict",)),
+    (DistributedOptimizer, "get_grad_stats_parallel_group", ()),
+    (DistributedOptimizer, "offload_to_cpu", ()),
+    (DistributedOptimizer, "restore_from_cpu", ()),
 )
 
-# Names that these functions must look up, or replacing them has no effect: (function, names).
-_LOOKUPS: "tuple[tuple[Callable[[], Any], str, tuple[str, ...]], ...]" = (
+# Names that a function must look up, or overriding and replacing them has no effect: (owner, function, names).
+_LOOKUPS: "tuple[tuple[Any, str, tuple[str, ...]], ...]" = (
+    (factory_module, "_get_megatron_optimizer_based_on_param_groups", ("DistributedOptimizer",)),
+    (optimizer.ChainedOptimizer, "step", ("clip_grad_by_total_norm_fp32", PRECISION_AWARE)),
+    (optimizer.ChainedOptimizer, "count_zeros", ("count_zeros_fp32", PRECISION_AWARE)),
     (
-        lambda: factory_module._get_megatron_optimizer_based_on_param_groups,
-        "_get_megatron_optimizer_based_on_param_groups",
-        ("DistributedOptimizer",),
-    ),
-    (lambda: optimizer.ChainedOptimizer.step, "ChainedOptimizer.step", ("clip_grad_by_total_norm_fp32", PRECISION_AWARE)),
-    (
-        lambda: optimizer.MixedPrecisionOptimizer.prepare_grads,
-        "MixedPrecisionOptimizer.prepare_grads",
+        optimizer.MixedPrecisionOptimizer,
+        "prepare_grads",
         ("_copy_model_grads_to_main_grads", "_unscale_main_grads_and_check_for_nan"),
     ),
-    (
-        lambda: distrib_optimizer.DistributedOptimizer._build_model_and_main_param_groups,
-        "DistributedOptimizer._build_model_and_main_param_groups",
-        (PRECISION_AWARE,),
-    ),
-    (
-        lambda: distrib_optimizer.DistributedOptimizer._copy_main_params_to_model_params,
-        "DistributedOptimizer._copy_main_params_to_model_params",
-        (PRECISION_AWARE,),
-    ),
+    (DistributedOptimizer, "_build_model_and_main_param_groups", (PRECISION_AWARE,)),
+    (DistributedOptimizer, "_copy_model_grads_to_main_grads", (PRECISION_AWARE, "decoupled_grad")),
+    (DistributedOptimizer, "_copy_main_params_to_model_params", (PRECISION_AWARE,)),
 )
+_NORM_GRADIENTS = ("get_main_grads_for_grad_norm", "get_grads_for_grad_norm")  # up to 0.18, from 0.19
 
 
 def megatron_version() -> str:
@@ -78,25 +62,20 @@ def check_internals() -> None:
         SelfCheckError: lists what is missing and the version of Megatron-Core.
     """
     missing = []
-    for owner, name, parameters in _SIGNATURES:
-        if owner == _DISTRIBUTED:
-            owner = distrib_optimizer.DistributedOptimizer
+    for owner, name, parameters in _FUNCTIONS:
         function = getattr(owner, name, None)
         if function is None:
             missing.append(f"{owner.__name__}.{name}")
             continue
         has = inspect.signature(function).parameters
         missing += [f"parameter {p} of {owner.__name__}.{name}" for p in parameters if p not in has]
-    for find, label, names in _LOOKUPS:
-        try:
-            used = _names_used(find())
-        except AttributeError:
-            missing.append(label)
-            continue
-        missing += [f"{name} in {label}" for name in names if name not in used]
-    norms = ("get_main_grads_for_grad_norm", "get_grads_for_grad_norm")
-    if not any(hasattr(distrib_optimizer.DistributedOptimizer, name) for name in norms):
-        missing.append(" or ".join(norms))
+    for owner, name, names in _LOOKUPS:
+        function = getattr(owner, name, None)
+        label = f"{owner.__name__}.{name}"
+        used = _names_used(function) if function is not None else set()
+        missing += [f"{looked_up} in {label}" for looked_up in names if looked_up not in used]
+    if not any(hasattr(DistributedOptimizer, name) for name in _NORM_GRADIENTS):
+        missing.append(" or ".join(f"DistributedOptimizer.{name}" for name in _NORM_GRADIENTS))
     if not hasattr(clip_grads, "l2_norm_impl"):
         missing.append("clip_grads.l2_norm_impl")
     if not hasattr(optimizer, "param_group_identifier_keys"):

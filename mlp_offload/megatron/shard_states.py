@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -66,11 +66,12 @@ class ShardStates:
 
         self._modify(write, staged)
 
-    def set_main_params(self, source: "Callable[[int], torch.Tensor]") -> None:
-        """Replace ``main_param`` of every shard by ``source(shard)`` (flat, any dtype); moments stay."""
+    def set_main_params(self, sources: "Sequence[torch.Tensor]") -> None:
+        """Replace ``main_param`` of every shard by its source (flat, any dtype); moments stay."""
 
         def write(view: StateView, segment: Segment) -> None:
-            fill_main_param(view, segment, source)
+            source = sources[segment.shard][segment.shard_offset : segment.shard_offset + segment.numel]
+            _part(view, "main_param", segment).copy_(source)
 
         self._modify(write, self._pieces)
 
@@ -93,12 +94,6 @@ class ShardStates:
                 copies = {name: torch.from_numpy(getattr(view, ours)).clone() for name, ours in NAMES.items()}
             self._kept = (subgroup.index, copies)
         return self._kept[1]
-
-
-def fill_main_param(view: StateView, segment: Segment, source: "Callable[[int], torch.Tensor]") -> None:
-    """Write ``source(shard)``, widened to fp32, into the segment's part of ``main_param``."""
-    part = source(segment.shard)[segment.shard_offset : segment.shard_offset + segment.numel]
-    _part(view, "main_param", segment).copy_(part.detach())
 
 
 def _part(view: StateView, name: str, segment: Segment) -> torch.Tensor:

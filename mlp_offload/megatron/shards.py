@@ -38,7 +38,7 @@ class Shard:
 
     @property
     def gradient(self) -> "torch.Tensor | None":
-        """The reduced gradient as DDP left it, in its own precision and times the loss scale; None before it is ready."""
+        """The reduced gradient as DDP left it: its own precision, times the loss scale. None before it is ready."""
         return getattr(self.view, "decoupled_grad", None)
 
     def slice_of(self, whole: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,11 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule("use_distributed_optimizer", lambda on: not on, "needs the distributed optimizer: add --use-distributed-optimizer"),
+    Rule(
+        "use_distributed_optimizer",
+        lambda on: not on,
+        "needs the distributed optimizer: add --use-distributed-optimizer",
+    ),
     Rule("optimizer", lambda name: name != "adam", "computes AdamW only: set --optimizer adam"),
     Rule(
         "decoupled_weight_decay",
