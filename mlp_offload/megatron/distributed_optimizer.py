@@ -14,6 +14,7 @@ from ..errors import ConfigError, SelfCheckError
 from ..pipeline import StateView, StepPipeline
 from ..plan.subgroups import Subgroup
 from ..updates import AdamWork
+from . import fully_reshardable
 from .gradients import any_non_finite, norm_inputs, with_stock_gradients
 from .self_check import PRECISION_AWARE, megatron_version
 from .shard_states import ShardStates
@@ -230,6 +231,10 @@ class MLPDistributedOptimizer(DistributedOptimizer):
         finally:
             if self._states is not None:
                 self._states.forget()
+
+    def sharded_param_state_fully_reshardable(self, model_sharded_state_dict, is_loading=False, metadata=None):
+        thrifty = (metadata or {}).get("distrib_optim_fully_reshardable_mem_efficient", False)
+        return fully_reshardable.sharded_param_state(self, model_sharded_state_dict, is_loading, not thrifty)
 
     def state_dict(self) -> "dict[str, Any]":
         """Param groups with ``step``, and the grad scaler: the keys that stock with a fused Adam saves."""
