@@ -13,6 +13,7 @@ from ..adam.kernel import AdamKernel, adam_scalars, check_adam_options
 from ..errors import ConfigError, SelfCheckError
 from ..pipeline import StateView, StepPipeline
 from ..plan.subgroups import Subgroup
+from ..telemetry import StepRecord
 from ..updates import AdamWork
 from . import fully_reshardable
 from .gradients import any_non_finite, norm_inputs, with_stock_gradients
@@ -41,6 +42,10 @@ class MLPDistributedOptimizer(DistributedOptimizer):
     It takes stock's path for an optimizer that keeps its own masters ([Note: precision-aware path]), so stock never
     allocates fp32 weights and leaves the gradients where DDP reduced them. Build it with
     ``install.build_offloaded_optimizer``, which also calls ``start``.
+
+    Attributes:
+        shards: the parts of parameters that this rank owns.
+        last_record: what the pipeline did in the last executed step; None before it.
     """
 
     # [Note: precision-aware path] An attribute that OptimizerConfig derives, not a field of it: set here it selects the
@@ -62,6 +67,8 @@ class MLPDistributedOptimizer(DistributedOptimizer):
         self._pipeline: "StepPipeline | None" = None
         self._states: "ShardStates | None" = None
         self._work: "AdamWork | None" = None
+        self._loading = False  # while true, shards are staged and then written by subgroup, once each
+        self.last_record: "StepRecord | None" = None
         if self.is_stub_optimizer:
             return
         for group in self.optimizer.param_groups:
@@ -69,6 +76,7 @@ class MLPDistributedOptimizer(DistributedOptimizer):
         self.optimizer = Inner(self.optimizer, self._step_state)
         self.shards = collect_shards(self)
         self._index_of_view = {id(shard.view): index for index, shard in enumerate(self.shards)}
+        self._clip_coefficients = [1.0] * len(self.shards)
         self._index_of_param = {shard.model_param: index for index, shard in enumerate(self.shards)}
 
     # ------------------------------------------------------------------------------------ state
@@ -177,7 +185,7 @@ class MLPDistributedOptimizer(DistributedOptimizer):
             )
         self._states.forget()
         self._work.begin([shard.gradient for shard in self.shards], scalars, row_of_shard)
-        self._pipeline.step(self._space, self._work)
+        self.last_record = self._pipeline.step(self._space, self._work)
         self._work.end()
         self._count_step()
 
@@ -222,8 +230,6 @@ class MLPDistributedOptimizer(DistributedOptimizer):
         self._states.stage(index, tensors, self.shards[index].numel)
         if not self._loading:
             self._states.flush()
-
-    _loading = False  # while true, shards are staged and written by subgroup, once each
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any):
         try:
@@ -287,6 +293,12 @@ class MLPDistributedOptimizer(DistributedOptimizer):
             self._states.flush()
         finally:
             self._loading = False
+
+    def load_parameter_state_from_dp_zero_legacy(self, state_dict):
+        raise ConfigError(
+            "checkpoint: --ckpt-convert-update-legacy-dist-opt-format does not work with offload; convert the "
+            "checkpoint once with --optimizer-offload none"
+        )
 
     def _copy_model_params_to_main_params(self, state_dict: "dict[str, Any] | None" = None) -> None:
         """Set every ``main_param`` from the model's weights, or from ``state_dict``'s, which may be more precise."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import os
 import sys
 import time
@@ -28,8 +27,6 @@ from .distributed_optimizer import MLPDistributedOptimizer
 from .gradients import clip_coefficient
 from .self_check import check_built, check_internals
 from .validate import validate
-
-logger = logging.getLogger(__name__)
 
 _FACTORY = "get_megatron_optimizer"
 _HOOKED = ("clip_grad_by_total_norm_fp32", "count_zeros_fp32")
@@ -228,17 +225,18 @@ def _start(config: OffloadConfig, parts: "list[MLPDistributedOptimizer]") -> Non
 
 
 def _progress_line(seconds: float = 5.0) -> "Callable[[int, int], None]":
-    """A callback that logs how much of the state is written, every few seconds and at the end."""
-    begun = logged = time.monotonic()
+    """A callback that prints how much of the state is written, every few seconds and at the end."""
+    begun = shown = time.monotonic()
 
-    def log(done_bytes: int, total_bytes: int) -> None:
-        nonlocal logged
+    def show(done_bytes: int, total_bytes: int) -> None:
+        nonlocal shown
         now = time.monotonic()
-        if now - logged >= seconds or (done_bytes >= total_bytes and logged > begun):
-            logged = now
-            logger.info("optimizer state: %s of %s written", format_bytes(done_bytes), format_bytes(total_bytes))
+        if now - shown >= seconds or (done_bytes >= total_bytes and shown > begun):
+            shown = now
+            done, total = format_bytes(done_bytes), format_bytes(total_bytes)
+            print(f"mlp-offload: optimizer state: {done} of {total} written", flush=True)
 
-    return log
+    return show
 
 
 @contextmanager

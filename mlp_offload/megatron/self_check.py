@@ -29,7 +29,11 @@ _FUNCTIONS: "tuple[tuple[Any, str, tuple[str, ...]], ...]" = (
     (DistributedOptimizer, "load_parameter_state_from_dp_reshardable", ("state_dict",)),
     (DistributedOptimizer, "load_parameter_state_from_fully_reshardable", ("state_dict",)),
     (DistributedOptimizer, "get_parameter_state_dp_zero", ("use_gloo_comm", "empty_data", "return_on_all_ranks")),
-    (DistributedOptimizer, "sharded_param_state_fully_reshardable", ("model_sharded_state_dict", "is_loading", "metadata")),
+    (
+        DistributedOptimizer,
+        "sharded_param_state_fully_reshardable",
+        ("model_sharded_state_dict", "is_loading", "metadata"),
+    ),
     (DistributedOptimizer, "get_grad_stats_parallel_group", ()),
     (DistributedOptimizer, "offload_to_cpu", ()),
     (DistributedOptimizer, "restore_from_cpu", ()),

@@ -16,8 +16,22 @@ def _resume(saved_by: str, loaded_by: str, format: str, **layout: Any) -> "dict[
     return {"kind": "resume", "saved_by": saved_by, "loaded_by": loaded_by, "format": format, "layout": layout}
 
 
+def _reload(from_state_dict: bool) -> "dict[str, Any]":
+    return {"kind": "reload", "from_state_dict": from_state_dict, "layout": {}}
+
+
+def _unhooked(function: str) -> "dict[str, Any]":
+    return {"kind": "unhooked", "function": function, "layout": {"dtype": "fp16", "optimizer": CONSTANT}}
+
+
+HOOKS = (
+    "_copy_model_grads_to_main_grads",
+    "_unscale_main_grads_and_check_for_nan",
+    "grads_for_grad_norm",
+    "clip_grad_by_total_norm_fp32",
+)
 _FP16 = {"dtype": "fp16"}
-SCENARIOS: "dict[int, dict[str, dict[str, Any]]]" = {
+LAYOUTS: "dict[int, dict[str, dict[str, Any]]]" = {
     1: {
         "bf16": _compare(),
         "bf16, bf16 main_grad": _compare(fp32_main_grad=False),
@@ -28,6 +42,10 @@ SCENARIOS: "dict[int, dict[str, dict[str, Any]]]" = {
         "fp16, loss scale 1000": _compare(**_FP16, fp32_main_grad=False, optimizer=CONSTANT),
         "fp16, fp32 main_grad, loss scale 1000": _compare(**_FP16, optimizer=CONSTANT),
         "no clipping": _compare(optimizer={"clip_grad": 0.0}),
+        "two norm groups": _compare(norm_group=True),
+        "reload": _reload(from_state_dict=False),
+        "reload from state_dict": _reload(from_state_dict=True),
+        **{f"unhooked {function}": _unhooked(function) for function in HOOKS},
     },
     2: {
         "DP2": _compare(),
@@ -37,6 +55,8 @@ SCENARIOS: "dict[int, dict[str, dict[str, Any]]]" = {
         "TP2": _compare(tp=2),
         "PP2": _compare(pp=2),
         "EP2": _compare(ep=2, experts=4),
+        "PP2, frozen stage": _compare(pp=2, trainable="first stage"),
+        "DP2, a rank owns nothing": _compare(trainable="one bias"),
     },
     4: {"TP2 x PP2": _compare(tp=2, pp=2)},
 }

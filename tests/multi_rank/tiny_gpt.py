@@ -41,6 +41,8 @@ class Layout:
     overlap: bool = False
     dtype: str = "bf16"
     fp32_main_grad: bool = True
+    trainable: str = "all"  # or "first stage" of the pipeline, or "one bias": of 64 elements, of the final norm
+    norm_group: bool = False  # the output layer has a gradient norm of its own, where this Megatron-Core knows such
     optimizer: "dict[str, Any]" = field(default_factory=dict)
 
     def initialize(self) -> None:
@@ -83,7 +85,7 @@ class Training:
         self.config = self._transformer_config()
         self.model = self._wrap(self._gpt())
         # Clipping is active: the norm of this model's gradients is above 0.5 in every step.
-        settings = dict(clip_grad=0.5, log_num_zeros_in_grad=True, lr=1e-2, weight_decay=0.1) | layout.optimizer
+        settings = {"clip_grad": 0.5, "log_num_zeros_in_grad": True, "lr": 1e-2, "weight_decay": 0.1} | layout.optimizer
         optimizer_config = OptimizerConfig(
             optimizer="adam",
             bf16=layout.dtype == "bf16",
@@ -104,15 +106,15 @@ class Training:
         layout, dtype = self.layout, DTYPES[self.layout.dtype]
         settings: "dict[str, Any]" = {}
         if layout.experts:
-            settings = dict(
-                num_moe_experts=layout.experts,
-                moe_router_topk=1,
-                moe_router_pre_softmax=True,
-                moe_token_dispatcher_type="alltoall",
-                moe_ffn_hidden_size=2 * HIDDEN,
-                add_bias_linear=False,
-                expert_model_parallel_size=layout.ep,
-            )
+            settings = {
+                "num_moe_experts": layout.experts,
+                "moe_router_topk": 1,
+                "moe_router_pre_softmax": True,
+                "moe_token_dispatcher_type": "alltoall",
+                "moe_ffn_hidden_size": 2 * HIDDEN,
+                "add_bias_linear": False,
+                "expert_model_parallel_size": layout.ep,
+            }
         return TransformerConfig(
             num_layers=2,
             hidden_size=HIDDEN,
@@ -136,7 +138,7 @@ class Training:
         )
 
     def _gpt(self) -> torch.nn.Module:
-        return GPTModel(
+        model = GPTModel(
             config=self.config,
             transformer_layer_spec=get_gpt_layer_local_spec(
                 num_experts=self.layout.experts or None, moe_grouped_gemm=False, normalization="LayerNorm"
@@ -148,6 +150,14 @@ class Training:
             share_embeddings_and_output_weights=False,
             position_embedding_type="rope",
         )
+        for name, param in model.named_parameters():
+            if self.layout.trainable == "first stage":
+                param.requires_grad = ps.is_pipeline_first_stage()
+            elif self.layout.trainable == "one bias":
+                param.requires_grad = name == "decoder.final_layernorm.bias"
+            if self.layout.norm_group and name == "output_layer.weight":
+                param.grad_norm_group = "mtp"
+        return model
 
     def _wrap(self, model: torch.nn.Module) -> DistributedDataParallel:
         if self.layout.dtype != "fp32":
@@ -237,7 +247,7 @@ class Training:
 
 
 def _param_maps(part: DistributedOptimizer) -> "Iterator[dict[Any, Any]]":
-    for dtypes in part.gbuf_ranges:
+    for dtypes in () if part.is_stub_optimizer else part.gbuf_ranges:
         for buckets in dtypes.values():
             for bucket in buckets:
                 yield bucket["param_map"]
