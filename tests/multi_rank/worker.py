@@ -1,0 +1,161 @@
+"""What each rank runs: every scenario of a JSON file, with stock and with ours, in one process group.
+
+    torchrun --nproc-per-node N worker.py SCENARIOS.json RESULTS.json
+
+RESULTS.json maps a scenario's name to what its function returned on each rank: a list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mlp_offload.megatron import cpu_device
+
+cpu_device.activate(announce=False)
+
+import megatron.core.optimizer as factory_module  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core.optimizer import optimizer as stock_module  # noqa: E402
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
+from oracle import stock_with_fused_adam  # noqa: E402
+from tiny_gpt import Layout, Training  # noqa: E402
+
+from mlp_offload.config import OffloadConfig  # noqa: E402
+from mlp_offload.errors import SelfCheckError  # noqa: E402
+from mlp_offload.megatron import install, wheel_gaps  # noqa: E402
+
+
+@contextlib.contextmanager
+def training(kind: str, layout: Layout, offload: "dict[str, Any]"):
+    """A fresh ``Training`` of one kind, "stock" or "ours"; what it holds is given back at the end."""
+    layout.initialize()
+    with contextlib.ExitStack() as stack:
+        if kind == "stock":
+            stack.enter_context(stock_with_fused_adam())
+        else:
+            install.install(OffloadConfig.from_mapping(offload))
+            stack.callback(install.uninstall)
+        run = Training(layout, factory_module.get_megatron_optimizer)
+        try:
+            yield run
+        finally:
+            for part in run.optimizer.chained_optimizers if kind == "ours" else ():
+                part.close()
+            run = None
+            gc.collect()
+
+
+def train(run: Training, steps: "list[int]") -> "list[dict[str, Any]]":
+    return [asdict(run.step(number)) for number in steps]
+
+
+def outcome(run: Training, steps: "list[dict[str, Any]]") -> "dict[str, Any]":
+    """Everything that must be equal."""
+    return {"steps": steps, "weights": run.weights_hash(), "state": run.state_hash()}
+
+
+def compare(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
+    """The same steps with both; and how many subgroups ours fetched and found in memory in the last step."""
+    layout, result = Layout(**scenario["layout"]), {}
+    for kind in ("stock", "ours"):
+        with training(kind, layout, offload) as run:
+            result[kind] = outcome(run, train(run, list(range(scenario["steps"]))))
+            if kind == "ours":
+                records = [part.last_record for part in run.optimizer.chained_optimizers if part.last_record]
+                result["fetch_count"] = sum(record.fetch_count for record in records)
+                result["hit_count"] = sum(record.hit_count for record in records)
+    return result
+
+
+def reload(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
+    """The weights change by other hands between steps; main_param follows, from the weights or from fp32 ones."""
+    layout, result = Layout(**scenario["layout"]), {}
+    for kind in ("stock", "ours"):
+        with training(kind, layout, offload) as run:
+            train(run, [0])
+            precise = {name: p.detach().float() * 1.01 for name, p in run.model.named_parameters()}
+            with torch.no_grad():
+                for name, p in run.model.named_parameters():
+                    p.copy_(precise[name])
+            run.optimizer.reload_model_params(precise if scenario["from_state_dict"] else None)
+            reloaded = run.state_hash()
+            result[kind] = outcome(run, train(run, [1, 2])) | {"reloaded": reloaded}
+    return result
+
+
+def resume(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
+    """Three steps, save, two more; then a fresh run that loads and does the two again."""
+    layout, format, result = Layout(**scenario["layout"]), scenario["format"], {}
+    directory = [None]
+    if dist.get_rank() == 0:
+        directory = [tempfile.mkdtemp(dir=scenario["directory"])]
+    dist.broadcast_object_list(directory)
+    with training(scenario["saved_by"], layout, offload) as run:
+        train(run, [0, 1, 2])
+        run.save(directory[0], format)
+        saved = run.state_hash()
+        result["uninterrupted"] = outcome(run, train(run, [3, 4])) | {"saved": saved}
+    with training(scenario["loaded_by"], layout, offload) as run:
+        run.load(directory[0], format)
+        loaded = run.state_hash()
+        result["resumed"] = outcome(run, train(run, [3, 4])) | {"saved": loaded}
+    return result
+
+
+def unhooked(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
+    """A Megatron that does not call one of our functions: the first step must refuse, with the weights unchanged."""
+    name = scenario["function"]
+    with training("ours", Layout(**scenario["layout"]), offload) as run:
+        (part,) = run.optimizer.chained_optimizers
+        if hasattr(stock_module, name):
+            setattr(stock_module, name, getattr(stock_module, name).stock)
+        for method in (name, f"get_{name}", f"get_main_{name}"):
+            if hasattr(DistributedOptimizer, method):
+                setattr(part, method, getattr(DistributedOptimizer, method).__get__(part))
+        before = run.weights_hash()
+        try:
+            run.step(0)
+            error = None
+        except SelfCheckError as caught:
+            error = str(caught)
+        return {"error": error, "unchanged": run.weights_hash() == before}
+
+
+SCENARIO_KINDS = {"compare": compare, "reload": reload, "resume": resume, "unhooked": unhooked}
+
+
+def main() -> None:
+    scenarios, results = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    wheel_gaps.fill()
+    dist.init_process_group("gloo")
+    gathered: "dict[str, Any]" = {}
+    for name, scenario in scenarios["scenarios"].items():
+        begin = time.monotonic()
+        try:
+            mine = SCENARIO_KINDS[scenario["kind"]](scenario, scenarios["offload"])
+        except Exception:
+            print(f"scenario {name!r} failed on rank {dist.get_rank()}", flush=True)
+            raise  # the other ranks may be inside a collective; the launcher ends them
+        every: "list[Any]" = [None] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+        gathered[name] = every
+        if dist.get_rank() == 0:
+            print(f"{name}: {time.monotonic() - begin:.1f} s", flush=True)
+    if dist.get_rank() == 0:
+        results.write_text(json.dumps(gathered))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
