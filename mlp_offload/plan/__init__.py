@@ -1,0 +1,1 @@
+"""What happens to each subgroup, decided before it happens. Pure: no torch, no files, no clock."""

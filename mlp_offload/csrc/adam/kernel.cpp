@@ -1,0 +1,190 @@
+#include "adam/kernel.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <sstream>
+#include <stdexcept>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#else
+#include <cfenv>
+#endif
+
+namespace mlp_offload::adam {
+namespace {
+
+struct Variant {
+  const char* name;
+  bool usable;
+  const UpdateTable& (*table)();
+};
+
+// Fastest first.
+std::vector<Variant> known_variants() {
+  std::vector<Variant> known;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  known.push_back({"avx512",
+                   __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"),
+                   avx512_table});
+  // Every processor with AVX2 and FMA has F16C, which older compilers cannot ask for by name.
+  known.push_back({"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"), avx2_table});
+#endif
+  known.push_back({"scalar", true, scalar_table});
+  return known;
+}
+
+const UpdateTable& table_of(const std::string& name) {
+  std::string usable;
+  for (const Variant& variant : known_variants()) {
+    if (!variant.usable) continue;
+    if (name == variant.name) return variant.table();
+    usable += std::string(usable.empty() ? "" : ", ") + variant.name;
+  }
+  throw std::invalid_argument("Adam variant '" + name + "' is unknown or not run by this processor; use one of " + usable);
+}
+
+// The default floating-point environment (round to nearest, denormals kept) while it lives: a library or
+// torch.set_flush_denormal may have changed this thread's, and results must not depend on the thread.
+class DefaultFloatEnvironment {
+ public:
+#if defined(__x86_64__)
+  DefaultFloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+  ~DefaultFloatEnvironment() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#else
+  DefaultFloatEnvironment() {
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloatEnvironment() { std::fesetenv(&saved_); }
+
+ private:
+  std::fenv_t saved_;
+#endif
+};
+
+// 64 KiB of each fp32 stream: small enough to balance threads, large enough that taking one costs nothing.
+constexpr std::int64_t kChunkNumel = 16384;
+
+struct Chunk {
+  Run run;
+  UpdateFunction update;
+  const Scalars* scalars;
+};
+
+std::int64_t dtype_bytes(std::int64_t dtype) { return dtype == kFp32 ? 4 : 2; }
+
+void check(bool ok, std::int64_t row, const Segment& segment, const char* reason) {
+  if (ok) return;
+  std::ostringstream message;
+  message << "Adam segment " << row << " (offset " << segment.offset_numel << ", " << segment.numel
+          << " elements, grad dtype " << segment.grad_dtype << ", weight dtype " << segment.weight_dtype << ", group "
+          << segment.group << "): " << reason;
+  throw std::invalid_argument(message.str());
+}
+
+void check(const Segment& s, std::int64_t row, std::int64_t stride_numel, std::int64_t group_count) {
+  check(s.offset_numel >= 0 && s.numel >= 0 && s.offset_numel <= stride_numel &&
+            s.numel <= stride_numel - s.offset_numel,
+        row, s, "lies outside the subgroup record");
+  check(s.grad_dtype >= 0 && s.grad_dtype < kDtypeCount && s.weight_dtype >= 0 && s.weight_dtype < kDtypeCount, row, s,
+        "unknown dtype code");
+  check(s.group >= 0 && s.group < group_count, row, s, "no such group");
+  check(s.grad_address % dtype_bytes(s.grad_dtype) == 0 && s.weight_address % dtype_bytes(s.weight_dtype) == 0, row, s,
+        "an address is not aligned to its element");
+}
+
+// Cuts fall on multiples of kChunkNumel in the subgroup, so every chunk but a segment's first starts as aligned as the
+// record itself.
+std::vector<Chunk> cut(const UpdateTable& table, float* state, std::int64_t stride_numel, const Segment* segments,
+                       std::int64_t segment_count, const Scalars* groups) {
+  std::vector<Chunk> chunks;
+  for (const Segment* s = segments; s != segments + segment_count; ++s) {
+    if (s->grad_address == 0) continue;
+    const std::int64_t end = s->offset_numel + s->numel;
+    const UpdateFunction update = table.update[s->grad_dtype][s->weight_address ? s->weight_dtype : kDtypeCount];
+    for (std::int64_t begin = s->offset_numel; begin < end;) {
+      const std::int64_t stop = std::min(end, (begin / kChunkNumel + 1) * kChunkNumel);
+      const std::int64_t done = begin - s->offset_numel;
+      float* p = state + begin;
+      const auto grad = static_cast<std::uintptr_t>(s->grad_address + done * dtype_bytes(s->grad_dtype));
+      const auto weight = static_cast<std::uintptr_t>(
+          s->weight_address ? s->weight_address + done * dtype_bytes(s->weight_dtype) : 0);
+      chunks.push_back({{p, p + stride_numel, p + 2 * stride_numel, reinterpret_cast<const void*>(grad),
+                         reinterpret_cast<void*>(weight), static_cast<std::size_t>(stop - begin)},
+                        update,
+                        groups + s->group});
+      begin = stop;
+    }
+  }
+  return chunks;
+}
+
+}  // namespace
+
+std::vector<std::string> variants() {
+  std::vector<std::string> names;
+  for (const Variant& variant : known_variants()) {
+    if (variant.usable) names.emplace_back(variant.name);
+  }
+  return names;
+}
+
+AdamKernel::AdamKernel(int threads, const std::string& variant)
+    : threads_(threads), variant_(variant), table_(table_of(variant)), owner_(getpid()) {
+  if (threads < 1) throw std::invalid_argument("Adam threads is " + std::to_string(threads) + "; use 1 or more");
+  team_ = std::make_unique<Team>(threads - 1);
+}
+
+AdamKernel::~AdamKernel() { close(); }
+
+bool AdamKernel::in_forked_child() const { return getpid() != owner_; }
+
+void AdamKernel::update(std::uint64_t state_address, std::int64_t stride_numel, const Segment* segments,
+                        std::int64_t segment_count, const Scalars* groups, std::int64_t group_count) {
+  if (state_address == 0 || state_address % alignof(float) != 0 || stride_numel < 0) {
+    throw std::invalid_argument("Adam state address " + std::to_string(state_address) + " with stride " +
+                                std::to_string(stride_numel) + " elements is not an fp32 record");
+  }
+  for (std::int64_t row = 0; row < segment_count; ++row) check(segments[row], row, stride_numel, group_count);
+  float* state = reinterpret_cast<float*>(static_cast<std::uintptr_t>(state_address));
+  const std::vector<Chunk> chunks = cut(table_, state, stride_numel, segments, segment_count, groups);
+
+  std::atomic<std::size_t> next{0};
+  const auto job = [&] {
+    DefaultFloatEnvironment environment;
+    for (std::size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < chunks.size();) {
+      chunks[i].update(chunks[i].run, *chunks[i].scalars);
+    }
+  };
+  // [Note: forked child] fork() copies neither the team's threads nor the state of a lock that another thread held:
+  // a child touches neither, and works in the calling thread.
+  if (in_forked_child()) {
+    if (closed_) throw std::logic_error("this Adam kernel is closed");
+    return job();
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_) throw std::logic_error("this Adam kernel is closed");
+  if (threads_ == 1 || chunks.size() <= 1) return job();
+  team_->run(job);
+}
+
+void AdamKernel::close() {
+  if (in_forked_child()) {
+    closed_ = true;
+    (void)team_.release();  // its threads are the parent's; destroying what they wait on could hang
+    return;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  closed_ = true;
+  team_.reset();
+}
+
+}  // namespace mlp_offload::adam

@@ -1,0 +1,61 @@
+// The AdamW step over one subgroup: checks, cuts the work into chunks and spreads them over a thread team.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "adam/team.h"
+#include "adam/update.h"
+
+namespace mlp_offload::adam {
+
+// Names of the variants that this processor runs, fastest first.
+std::vector<std::string> variants();
+
+// A row of the segments array: consecutive elements of the subgroup with one gradient, one weight and one group.
+// Addresses are of the segment's first element; grad_address 0: no gradient, the segment is left as it is;
+// weight_address 0: no weight is written.
+struct Segment {
+  std::int64_t offset_numel, numel, grad_address, weight_address, grad_dtype, weight_dtype, group;
+};
+constexpr int kSegmentColumnCount = 7;
+static_assert(sizeof(Segment) == kSegmentColumnCount * sizeof(std::int64_t), "a row is read as one Segment");
+
+class AdamKernel {
+ public:
+  // Throws std::invalid_argument for a thread count below 1 or a variant that this processor does not run.
+  AdamKernel(int threads, const std::string& variant);
+  ~AdamKernel();
+  AdamKernel(const AdamKernel&) = delete;
+  AdamKernel& operator=(const AdamKernel&) = delete;
+
+  // One step over the record at `state_address`: main_param, exp_avg and exp_avg_sq, fp32, `stride_numel` elements
+  // apart. Segments must not overlap. Throws std::invalid_argument, before anything is written, for a row that points
+  // outside the record, a misaligned address, an unknown dtype or group; std::logic_error after close().
+  void update(std::uint64_t state_address, std::int64_t stride_numel, const Segment* segments,
+              std::int64_t segment_count, const Scalars* groups, std::int64_t group_count);
+
+  // Joins the threads. Safe to call twice.
+  void close();
+
+  int threads() const { return threads_; }
+  const std::string& variant() const { return variant_; }
+
+ private:
+  bool in_forked_child() const;
+
+  const int threads_;
+  const std::string variant_;
+  const UpdateTable& table_;
+  const pid_t owner_;
+  std::mutex mutex_;  // one update at a time
+  std::unique_ptr<Team> team_;
+  bool closed_ = false;
+};
+
+}  // namespace mlp_offload::adam

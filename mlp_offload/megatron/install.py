@@ -1,0 +1,264 @@
+"""Let ``get_megatron_optimizer`` build offloaded optimizers, by wrapping it; patches call the same function."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import megatron.core.optimizer as factory_module
+import torch
+from megatron.core.optimizer import optimizer as stock_module
+
+from ..adam.kernel import AdamKernel, default_threads
+from ..config import OffloadConfig
+from ..errors import ConfigError, SelfCheckError
+from ..optimizer import pin_memory
+from ..pipeline import RankContext, StepPipeline
+from ..transfers import staging_bytes
+from ..units import format_bytes
+from .distributed_optimizer import MLPDistributedOptimizer
+from .gradients import clip_coefficient
+from .self_check import check_built, check_internals
+from .validate import validate
+
+logger = logging.getLogger(__name__)
+
+_FACTORY = "get_megatron_optimizer"
+_HOOKED = ("clip_grad_by_total_norm_fp32", "count_zeros_fp32")
+
+
+class _Replacement:
+    """Stands in a Megatron module for the function ``stock``; what we keep, we keep in it."""
+
+    def __init__(self, stock: "Callable[..., Any]"):
+        functools.update_wrapper(self, stock)
+        self.stock = stock
+
+
+class OffloadedFactory(_Replacement):
+    """Stands for ``get_megatron_optimizer``."""
+
+    config: OffloadConfig
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return build_offloaded_optimizer(self.config, self.stock, *args, **kwargs)
+
+
+class _Hook(_Replacement):
+    """Stands for a function over parameters; knows which optimizers are ours, all others get ``stock``."""
+
+    def __init__(self, stock: "Callable[..., Any]"):
+        super().__init__(stock)
+        self.owners: "weakref.WeakSet[MLPDistributedOptimizer]" = weakref.WeakSet()
+
+    def owners_of(self, views: "Iterable[torch.Tensor]") -> "list[MLPDistributedOptimizer]":
+        """Our optimizers that own ``views``, in order; empty when none is ours.
+
+        Raises:
+            SelfCheckError: some views are ours and some are not.
+        """
+        found: "list[MLPDistributedOptimizer | None]" = []
+        for view in views:
+            if not found or found[-1] is None or not found[-1].owns(view):
+                owner = next((o for o in self.owners if o.owns(view)), None)
+                if not found or owner is not found[-1]:
+                    found.append(owner)
+        if None in found and len(found) > 1:
+            raise SelfCheckError(
+                f"{self.__name__} got parameters of offloaded and of other optimizers in one call; train with one kind"
+            )
+        return [owner for owner in found if owner is not None]
+
+
+class _ClipHook(_Hook):
+    def __call__(self, parameters, max_norm, total_norm, use_decoupled_grad=False):
+        views = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        owners = self.owners_of(views)
+        if not owners:
+            return self.stock(views, max_norm, total_norm, use_decoupled_grad)
+        coefficient = clip_coefficient(max_norm, total_norm)
+        for owner in owners:
+            owner.remember_clip([view for view in views if owner.owns(view)], coefficient)
+
+
+class _ZeroCountHook(_Hook):
+    def __call__(self, parameters, *args, **kwargs):
+        views = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        owners = self.owners_of(views)
+        if not owners:
+            return self.stock(views, *args, **kwargs)
+        return self.stock((view for owner in owners for view in owner.views_for_zero_count()), *args, **kwargs)
+
+
+class _Resources:
+    """What the optimizers of one build share; given back by ``close``, when the last one goes, or at exit."""
+
+    def __init__(self) -> None:
+        self.stack = ExitStack()
+        self.close = weakref.finalize(self, self.stack.close)
+
+
+def install(config: OffloadConfig) -> None:
+    """From now on ``get_megatron_optimizer`` builds offloaded optimizers. A second call replaces ``config``.
+
+    The name is replaced wherever a loaded module of Megatron holds it; call this before a script imports it.
+
+    Raises:
+        SelfCheckError: Megatron-Core lacks something private that we rely on.
+    """
+    current = getattr(factory_module, _FACTORY)
+    if not isinstance(current, OffloadedFactory):
+        check_internals()
+        current = OffloadedFactory(current)
+        _replace_everywhere(current.stock, current)
+    current.config = config
+    _install_hooks()
+
+
+def uninstall() -> None:
+    """Put Megatron's own functions back. Optimizers that were built can no longer be stepped."""
+    current = getattr(factory_module, _FACTORY)
+    if isinstance(current, OffloadedFactory):
+        _replace_everywhere(current, current.stock)
+    for name in _HOOKED:
+        hook = getattr(stock_module, name)
+        if isinstance(hook, _Hook):
+            setattr(stock_module, name, hook.stock)
+
+
+def build_offloaded_optimizer(
+    config: OffloadConfig, stock_get_megatron_optimizer: "Callable[..., Any]", *args: Any, **kwargs: Any
+) -> Any:
+    """What ``stock_get_megatron_optimizer(*args, **kwargs)`` returns, with the state of its parts offloaded.
+
+    All parts (dense, expert) share one pipeline, hence one host-memory budget. Their state is written to the paths
+    before this returns, one subgroup at a time, so a path that is too small is an error here.
+
+    Raises:
+        ConfigError: an option that offload does not go together with.
+        SelfCheckError: Megatron-Core is not built as we expect.
+        CapacityError: host memory or the paths cannot hold the state.
+    """
+    call = inspect.signature(stock_get_megatron_optimizer).bind(*args, **kwargs).arguments
+    chunks = call["model_chunks"]
+    for chunk in chunks:
+        if not hasattr(chunk, "ddp_config"):
+            raise ConfigError(
+                f"--optimizer-offload mlp: model chunk {type(chunk).__name__} is not wrapped in Megatron's "
+                "DistributedDataParallel; wrap it, or use --optimizer-offload none (FSDP and MIMO models)"
+            )
+    validate(call["config"], *(chunk.ddp_config for chunk in chunks))
+    check_internals()
+    _install_hooks()
+    with _class_replaced():
+        built = stock_get_megatron_optimizer(*args, **kwargs)
+    parts = [
+        part for part in getattr(built, "chained_optimizers", [built]) if isinstance(part, MLPDistributedOptimizer)
+    ]
+    if not parts:
+        raise SelfCheckError(
+            f"{type(built).__name__} was built without the offloaded optimizer; use --optimizer-offload none"
+        )
+    for name in _HOOKED:
+        getattr(stock_module, name).owners.update(parts)
+    _start(config, parts)
+    return built
+
+
+def rank_context() -> RankContext:
+    """This process among the processes of its node, as the launcher (torchrun, srun) says.
+
+    Raises:
+        ConfigError: several processes, and nothing says which of a node's this is.
+    """
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    for local_rank, local_count in (("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")):
+        if local_rank in os.environ and local_count in os.environ:
+            return RankContext(rank, int(os.environ[local_rank]), int(os.environ[local_count]))
+    if world == 1:
+        return RankContext(rank, 0, 1)
+    raise ConfigError(
+        f"rank {rank} of {world} does not know its place on its node; set LOCAL_RANK and LOCAL_WORLD_SIZE, or start "
+        "with torchrun, or with srun --ntasks-per-node"
+    )
+
+
+def _start(config: OffloadConfig, parts: "list[MLPDistributedOptimizer]") -> None:
+    """One pipeline, one kernel for all parts that own shards; state from the model's weights."""
+    spaces: "dict[str, MLPDistributedOptimizer]" = {}
+    for part in parts:
+        if part.shards:
+            check_built(part)
+            expert = any(group["is_expert_parallel"] for group in part.param_groups)
+            kind = "expert" if expert else "dense"
+            count = sum(name.startswith(kind) for name in spaces)
+            spaces[kind if count == 0 else f"{kind}{count}"] = part
+    if not spaces:
+        return
+    context = rank_context()
+    weights = [shard.weight for part in spaces.values() for shard in part.shards]
+    largest = min(config.subgroup_size, sum(weight.numel() for weight in weights))
+    resources = _Resources()
+    kernel = AdamKernel(config.update_threads or default_threads(context.local_rank_count), config.adam_variant)
+    resources.stack.callback(kernel.close)
+    pipeline = StepPipeline(
+        config,
+        spaces={name: [shard.numel for shard in part.shards] for name, part in spaces.items()},
+        rank=context,
+        reserved_bytes=staging_bytes(weights, largest, 4),
+        pin=pin_memory if weights[0].is_cuda else None,
+        on_progress=_progress_line() if context.rank == 0 else None,
+    )
+    resources.stack.callback(pipeline.close)
+    try:
+        for name, part in spaces.items():
+            part.start(pipeline, name, kernel, resources)
+        pipeline.initialize(lambda space, subgroup, view: spaces[space].fill(subgroup, view))
+    except BaseException:
+        resources.close()
+        raise
+
+
+def _progress_line(seconds: float = 5.0) -> "Callable[[int, int], None]":
+    """A callback that logs how much of the state is written, every few seconds and at the end."""
+    begun = logged = time.monotonic()
+
+    def log(done_bytes: int, total_bytes: int) -> None:
+        nonlocal logged
+        now = time.monotonic()
+        if now - logged >= seconds or (done_bytes >= total_bytes and logged > begun):
+            logged = now
+            logger.info("optimizer state: %s of %s written", format_bytes(done_bytes), format_bytes(total_bytes))
+
+    return log
+
+
+@contextmanager
+def _class_replaced() -> "Iterator[None]":
+    """The name by which Megatron's factory finds the class of the distributed optimizer means ours."""
+    stock = factory_module.DistributedOptimizer
+    factory_module.DistributedOptimizer = MLPDistributedOptimizer
+    try:
+        yield
+    finally:
+        factory_module.DistributedOptimizer = stock
+
+
+def _install_hooks() -> None:
+    for name, hook in zip(_HOOKED, (_ClipHook, _ZeroCountHook)):
+        if not isinstance(getattr(stock_module, name), _Hook):
+            setattr(stock_module, name, hook(getattr(stock_module, name)))
+
+
+def _replace_everywhere(old: "Callable[..., Any]", new: "Callable[..., Any]") -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.") and vars(module).get(_FACTORY) is old:
+            setattr(module, _FACTORY, new)

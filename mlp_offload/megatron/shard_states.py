@@ -1,0 +1,100 @@
+"""The state of one optimizer, shard by shard, for checkpoints: records on the tiers in, torch tensors out, and back."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ..errors import ConfigError
+from ..pipeline import StateView, StepPipeline
+from ..plan.subgroups import Segment, Subgroup
+
+# Megatron's name of a state tensor -> ours.
+NAMES = {"param": "main_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+
+class ShardStates:
+    """Reads and writes whole shards of one space of the pipeline.
+
+    Several shards share a subgroup and are asked for one after the other, so the subgroup read last is kept as a copy
+    (12 bytes an element) until ``forget``; writes are collected with ``stage`` and done by subgroup in ``flush``.
+    """
+
+    def __init__(self, pipeline: StepPipeline, space: str):
+        self._pipeline, self._space = pipeline, space
+        self._pieces: "dict[int, list[tuple[Subgroup, Segment]]]" = defaultdict(list)
+        for subgroup in pipeline.subgroups[space]:
+            for segment in subgroup.segments:
+                self._pieces[segment.shard].append((subgroup, segment))
+        self._kept: "tuple[int, dict[str, torch.Tensor]] | None" = None
+        self._staged: "dict[int, Mapping[str, torch.Tensor]]" = {}
+
+    def read(self, shard: int) -> "dict[str, torch.Tensor]":
+        """Copies of the shard's fp32 state on the host, flat, by Megatron's names."""
+        pieces = [
+            {name: kept[segment.offset : segment.offset + segment.numel] for name, kept in self._copy(subgroup).items()}
+            for subgroup, segment in self._pieces[shard]
+        ]
+        return {name: torch.cat([piece[name] for piece in pieces]) for name in NAMES}
+
+    def stage(self, shard: int, tensors: "Mapping[str, torch.Tensor]", numel: int) -> None:
+        """Remember a shard's new state until ``flush``.
+
+        Raises:
+            ConfigError: a tensor is missing or has another size than the shard.
+        """
+        for name in NAMES:
+            found = tensors[name].numel() if name in tensors else None
+            if found != numel:
+                raise ConfigError(
+                    f"checkpoint: {name} of a shard of {numel} elements has {'nothing' if found is None else found}; "
+                    "it was saved by another optimizer or with another layout; load it with --no-load-optim or from "
+                    "the fully_reshardable format"
+                )
+        self._staged[shard] = tensors
+
+    def flush(self) -> None:
+        """Write everything staged, one subgroup at a time."""
+        staged, self._staged = self._staged, {}
+
+        def write(view: StateView, segment: Segment) -> None:
+            for name, ours in NAMES.items():
+                new = staged[segment.shard][name].detach().reshape(-1)
+                _part(view, ours, segment).copy_(new[segment.shard_offset : segment.shard_offset + segment.numel])
+
+        self._modify(write, staged)
+
+    def set_main_params(self, sources: "Sequence[torch.Tensor]") -> None:
+        """Replace ``main_param`` of every shard by its source (flat, any dtype); moments stay."""
+
+        def write(view: StateView, segment: Segment) -> None:
+            source = sources[segment.shard][segment.shard_offset : segment.shard_offset + segment.numel]
+            _part(view, "main_param", segment).copy_(source)
+
+        self._modify(write, self._pieces)
+
+    def forget(self) -> None:
+        """Drop the kept copy: call it whenever the state may have changed."""
+        self._kept = None
+
+    def _modify(self, write: "Callable[[StateView, Segment], None]", shards: "Mapping[int, object]") -> None:
+        self.forget()
+        for subgroup in self._pipeline.subgroups[self._space]:
+            segments = [segment for segment in subgroup.segments if segment.shard in shards]
+            if segments:
+                with self._pipeline.modify(self._space, subgroup) as view:
+                    for segment in segments:
+                        write(view, segment)
+
+    def _copy(self, subgroup: Subgroup) -> "dict[str, torch.Tensor]":
+        if self._kept is None or self._kept[0] != subgroup.index:
+            with self._pipeline.read(self._space, subgroup) as view:
+                copies = {name: torch.from_numpy(getattr(view, ours)).clone() for name, ours in NAMES.items()}
+            self._kept = (subgroup.index, copies)
+        return self._kept[1]
+
+
+def _part(view: StateView, name: str, segment: Segment) -> torch.Tensor:
+    return torch.from_numpy(getattr(view, name))[segment.offset : segment.offset + segment.numel]

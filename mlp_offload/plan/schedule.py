@@ -1,0 +1,68 @@
+"""The plan of one step: a row a subgroup, in the order of the updates."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the pipeline does to one subgroup in one step.
+
+    Attributes:
+        subgroup: index.
+        hit: its state is in host memory already; otherwise it is fetched.
+        keep: it stays in host memory after the update; otherwise it is flushed.
+        path: where it is flushed to; -1 with ``keep``.
+    """
+
+    subgroup: int
+    hit: bool
+    keep: bool
+    path: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The rows of one step, in the order of the updates."""
+
+    step: int
+    rows: "tuple[Row, ...]"
+
+    @property
+    def hit_count(self) -> int:
+        return sum(row.hit for row in self.rows)
+
+
+def plan_step(
+    step: int,
+    subgroups: Sequence[int],
+    residents: Collection[int],
+    cached: Collection[int],
+    homes: Mapping[int, int],
+    keep_count: int,
+) -> StepPlan:
+    """Plan one step.
+
+    # [Note: alternating order]
+    # Ascending on odd steps, descending on even ones. The last ``keep_count`` subgroups of a step stay in the
+    # staging buffers, not flushed; the next step runs the other way and begins with them, so each saves a
+    # fetch and a flush. Adam is elementwise: the order changes no bits.
+
+    Args:
+        step: 1 for the first.
+        subgroups: indices, ascending.
+        residents: subgroups that always stay in host memory.
+        cached: other subgroups that are in host memory now.
+        homes: subgroup -> path, for those that are not resident.
+        keep_count: how many streamed subgroups may stay in the staging buffers at the end.
+    """
+    order = list(subgroups) if step % 2 else list(reversed(subgroups))
+    streamed = [s for s in order if s not in residents]
+    kept = set(streamed[len(streamed) - keep_count :] if keep_count else ())
+    rows = []
+    for s in order:
+        keep = s in residents or s in kept
+        rows.append(Row(s, hit=s in residents or s in cached, keep=keep, path=-1 if keep else homes[s]))
+    return StepPlan(step, tuple(rows))
