@@ -40,7 +40,7 @@ class PathConfig:
     Attributes:
         directory: where the job directory is made; environment variables are expanded on each rank.
         read, write: sustained bandwidth, bytes/s; None = not known, then paths share equally.
-        capacity: bytes that this job may use there per rank; None = what is free.
+        capacity: bytes that the ranks of this node may use there together; None = what is free.
         engine: overrides ``OffloadConfig.engine`` for this path; "auto" keeps it.
     """
 
@@ -139,10 +139,10 @@ class OffloadConfig:
         least=1,
     )
     staging_count: int = _option(
-        4,
-        "buffers in motion (fetching, updating, flushing); the rest of host_memory holds resident subgroups",
+        0,
+        "buffers in motion (fetching, updating, flushing), at least 3; the rest of host_memory holds resident subgroups; 0 = 2 + 2 a path",
         kind="int",
-        least=3,
+        least=0,
     )
     engine: str = _option(
         AUTO, "storage engine; auto = io_uring where the kernel allows it, else threads", kind="choice", choices=ENGINES
@@ -174,6 +174,10 @@ class OffloadConfig:
             object.__setattr__(self, f.name, _convert(f, getattr(self, f.name)))
         if self.block_size % 4096:
             raise ConfigError(f"block_size {self.block_size}: must be a multiple of 4096 bytes")
+        if 0 < self.staging_count < 3:
+            raise ConfigError(
+                f"staging_count {self.staging_count}: must be at least 3 (one buffer fetching, one updating, one flushing), or 0"
+            )
         if not 0 < self.host_memory_fraction <= 1:
             raise ConfigError(f"host_memory_fraction {self.host_memory_fraction}: must be above 0 and at most 1")
         if self.timeout_seconds <= self.warn_seconds:

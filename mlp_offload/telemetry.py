@@ -12,12 +12,15 @@ from typing import Any
 from .errors import ConfigError
 from .units import format_bytes
 
+PHASES = ("fetch", "update", "flush", "stall")
+"""storage to host; the Adam kernel and its copies; host to storage; the trainer's thread waiting for storage."""
+
 
 @dataclass
 class Event:
     """One subgroup in one phase; seconds since the start of the step."""
 
-    phase: str  # "fetch", "update", "flush" or "stall"
+    phase: str  # one of PHASES
     subgroup: int
     begin: float
     end: float
@@ -30,14 +33,13 @@ class StepRecord:
 
     Attributes:
         step: executed steps of this optimizer, 1 for the first.
-        fetch_seconds, flush_seconds: time in which at least one fetch (flush) was under way.
-        update_seconds: time in the Adam kernel and its copies.
-        stall_seconds: time in which the trainer's thread waited for storage.
+        step_seconds: from the call to the return; flushes may go on after it.
         bytes_read, bytes_written: by path directory.
         hit_count, fetch_count: subgroups found in host memory, and fetched.
         host_memory_bytes: of the state buffers.
         events: the profile of the step.
         loss, grad_norm: None where not known.
+        started: monotonic clock at the start of the step; all event times count from it.
     """
 
     step: int = 0
@@ -45,16 +47,21 @@ class StepRecord:
     loss: "float | None" = None
     grad_norm: "float | None" = None
     step_seconds: float = 0.0
-    fetch_seconds: float = 0.0
-    update_seconds: float = 0.0
-    flush_seconds: float = 0.0
-    stall_seconds: float = 0.0
     bytes_read: "dict[str, int]" = field(default_factory=dict)
     bytes_written: "dict[str, int]" = field(default_factory=dict)
     hit_count: int = 0
     fetch_count: int = 0
     host_memory_bytes: int = 0
     events: "list[Event]" = field(default_factory=list)
+    started: float = 0.0
+
+    def add(self, phase: str, subgroup: int, begin: float, end: float, path: str = "") -> None:
+        """Note one event; ``begin`` and ``end`` in seconds of the monotonic clock."""
+        self.events.append(Event(phase, subgroup, begin - self.started, end - self.started, path))
+
+    def seconds(self, phase: str) -> float:
+        """Time in which at least one event of ``phase`` was under way."""
+        return union_seconds((e.begin, e.end) for e in self.events if e.phase == phase)
 
     @property
     def hit_rate(self) -> float:
@@ -62,26 +69,16 @@ class StepRecord:
         touched = self.hit_count + self.fetch_count
         return self.hit_count / touched if touched else 0.0
 
-    def seconds(self, phase: str) -> float:
-        """Time in which at least one event of ``phase`` was under way."""
-        return union_seconds((e.begin, e.end) for e in self.events if e.phase == phase)
-
     def merge(self, other: "StepRecord") -> "StepRecord":
         """This record and that of another space stepped right after it (dense, then experts)."""
-        shift, count = self.step_seconds, max((e.subgroup + 1 for e in self.events), default=0)
-        moved = [Event(e.phase, e.subgroup + count, e.begin + shift, e.end + shift, e.path) for e in other.events]
-        total = StepRecord(step=self.step, iteration=self.iteration, loss=self.loss, grad_norm=self.grad_norm)
+        shift = other.started - self.started
+        moved = [Event(e.phase, e.subgroup, e.begin + shift, e.end + shift, e.path) for e in other.events]
+        total = StepRecord(
+            step=self.step, iteration=self.iteration, loss=self.loss, grad_norm=self.grad_norm, started=self.started
+        )
         total.host_memory_bytes = max(self.host_memory_bytes, other.host_memory_bytes)
         total.events = self.events + moved
-        for name in (
-            "step_seconds",
-            "fetch_seconds",
-            "update_seconds",
-            "flush_seconds",
-            "stall_seconds",
-            "hit_count",
-            "fetch_count",
-        ):
+        for name in ("step_seconds", "hit_count", "fetch_count"):
             setattr(total, name, getattr(self, name) + getattr(other, name))
         for name in ("bytes_read", "bytes_written"):
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -90,9 +87,9 @@ class StepRecord:
 
     def summary(self) -> str:
         """One line for a training log."""
+        phases = " | ".join(f"{phase} {self.seconds(phase) * 1e3:.0f}" for phase in PHASES)
         return (
-            f"offload: step {self.step_seconds * 1e3:.0f} ms | fetch {self.fetch_seconds * 1e3:.0f} | update {self.update_seconds * 1e3:.0f} | "
-            f"flush {self.flush_seconds * 1e3:.0f} | stall {self.stall_seconds * 1e3:.0f} ms | read {format_bytes(sum(self.bytes_read.values()))} | "
+            f"offload: step {self.step_seconds * 1e3:.0f} ms | {phases} ms | read {format_bytes(sum(self.bytes_read.values()))} | "
             f"written {format_bytes(sum(self.bytes_written.values()))} | hits {self.hit_count}/{self.hit_count + self.fetch_count}"
         )
 
@@ -124,6 +121,8 @@ class StepLog:
     def write(self, record: StepRecord) -> None:
         """Append one record. A full disk costs the line, not the run."""
         items: "dict[str, Any]" = asdict(record)
+        del items["started"]
+        items |= {f"{phase}_seconds": round(record.seconds(phase), 6) for phase in PHASES}
         items["events"] = [[e.phase, e.subgroup, round(e.begin, 6), round(e.end, 6), e.path] for e in record.events]
         try:
             self._stream.write(json.dumps(items) + "\n")

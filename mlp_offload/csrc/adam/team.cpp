@@ -13,7 +13,12 @@ Team::Team(int worker_count) {
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
-    for (int i = 0; i < worker_count; ++i) workers_.emplace_back(&Team::work, this, i + 1);
+    for (int i = 1; i <= worker_count; ++i) {
+      workers_.emplace_back(&Team::work, this);
+#if defined(__linux__)
+      pthread_setname_np(workers_.back().native_handle(), ("mlp-adam-" + std::to_string(i)).c_str());
+#endif
+    }
   } catch (...) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     join();
@@ -48,10 +53,7 @@ void Team::run(const std::function<void()>& job) {
   job_ = nullptr;
 }
 
-void Team::work(int index) {
-#if defined(__linux__)
-  pthread_setname_np(pthread_self(), ("mlp-adam-" + std::to_string(index)).c_str());
-#endif
+void Team::work() {
   std::uint64_t seen = 0;
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {

@@ -18,11 +18,12 @@ class Team {
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
-  // Runs `job` in every worker and in the caller; returns when all are done. `job` must not throw. One caller at a time.
+  // Runs `job` in every worker and in the caller; returns when all are done. `job` must not throw. One caller at a
+  // time.
   void run(const std::function<void()>& job);
 
  private:
-  void work(int index);
+  void work();
   void join();
 
   std::mutex mutex_;

@@ -27,7 +27,8 @@ std::uint32_t shift_right_rne(std::uint32_t bits, unsigned shift) {
 }
 
 std::uint16_t bf16_from(float x) {
-  return static_cast<std::uint16_t>(std::isnan(x) ? 0x7fc0u : shift_right_rne(bits_of(x), 16));
+  const std::uint32_t bits = bits_of(x);
+  return static_cast<std::uint16_t>(x != x ? 0x7fc0u : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
 // fp16: 5 exponent bits (bias 15), 10 fraction bits. A carry out of the fraction moves into the exponent by itself,

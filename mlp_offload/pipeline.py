@@ -1,0 +1,275 @@
+"""The step: fetch k+1.., update k and flush ..k-1 at the same time. The only scheduler.
+
+    plan (rows) -> start fetches -> update the first row that is ready -> keep it, or start its flush
+
+The trainer's thread runs all of it; the paths' engines only complete futures. Flushes may go on after ``step``
+returns, during the next forward and backward pass; their buffers are taken back when the next step needs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from .config import OffloadConfig
+from .errors import OffloadError
+from .plan.schedule import Row, StepPlan, plan_step
+from .plan.subgroups import Subgroup, cut
+from .storage.buffers import Lease
+from .telemetry import StepLog, StepRecord
+from .tiers import Flight, RankContext, StateView, Tiers, Where, fill_slots, open_tiers
+
+
+class SubgroupWork(Protocol):
+    """What the pipeline calls to update one subgroup; see ``updates.AdamWork``."""
+
+    def prepare(self, subgroup: Subgroup) -> None:
+        """Begin to bring the subgroup's gradients to the host; must not wait."""
+
+    def update(self, subgroup: Subgroup, state: StateView) -> None:
+        """Apply Adam to ``state`` in place and send the weights to the model."""
+
+
+class StepPipeline:
+    """The optimizer state of one rank on its tiers.
+
+    Args:
+        config: the options.
+        spaces: for each space (a set of shards that is stepped at once, such as "dense" or "expert") the
+            elements of its shards, in order.
+        rank: who we are on this node; names the state files and divides shared room.
+        name: tells two optimizers of one process apart.
+        reserved_bytes: host memory that the caller spends from the same budget (gradient staging).
+        pin: called with (address, nbytes) of the buffer pool, to pin it for a device.
+        on_progress: called with (bytes written so far, bytes in all) while the state is written at start-up.
+
+    Raises:
+        ConfigError, CapacityError, PathInUseError: before anything is written.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        spaces: "Mapping[str, Sequence[int]]",
+        rank: "RankContext | None" = None,
+        *,
+        name: str = "optimizer",
+        reserved_bytes: int = 0,
+        pin: "Callable[[int, int], object] | None" = None,
+        on_progress: "Callable[[int, int], None] | None" = None,
+    ):
+        rank = rank or RankContext()
+        self.config = config
+        self.subgroups = {space: cut(numels, config.subgroup_size) for space, numels in spaces.items()}
+        self._first: "dict[str, int]" = {}
+        every: "list[Subgroup]" = []
+        for space, subgroups in self.subgroups.items():
+            self._first[space] = len(every)
+            every += subgroups
+        self._log = StepLog(config.telemetry, rank.rank) if config.telemetry else None
+        self._steps = dict.fromkeys(self.subgroups, 0)
+        self._records: "list[StepRecord]" = []
+        self._broken: "str | None" = None
+        self._on_progress = on_progress
+        self._pid = os.getpid()
+        self.tiers: Tiers = open_tiers(config, tuple(every), rank, name, reserved_bytes)
+        if pin is not None:
+            pin(*self.tiers.pool.region)
+
+    # ---------------------------------------------------------------------------------- start-up
+
+    def initialize(self, fill: "Callable[[str, Subgroup, StateView], None]") -> None:
+        """Make the state: ``fill`` writes ``main_param`` of each subgroup; the moments are zero.
+
+        First every slot is written once, so that a full disk or quota is an error here and not at step 1000. Then
+        one subgroup at a time passes through the staging buffers on its way to its path.
+
+        Raises:
+            CapacityError, PathIOError: the state files are removed by ``close``.
+        """
+        tiers = self.tiers
+        total = sum(file.nbytes + tiers.homes_on(i) * file.slot_bytes for i, file in enumerate(tiers.files))
+        done_bytes, lock = 0, threading.Lock()
+
+        def advance(nbytes: int) -> None:
+            nonlocal done_bytes
+            with lock:
+                done_bytes += nbytes
+                if self._on_progress is not None:
+                    self._on_progress(done_bytes, total)
+
+        with self._stop_on_error("initialisation"):
+            fill_slots(tiers, advance)
+            for space, subgroups in self.subgroups.items():
+                for subgroup in subgroups:
+                    index = self._first[space] + subgroup.index
+                    lease = self._take_buffer()
+                    lease.array(0, lease.nbytes // 4).fill(0)
+                    fill(space, subgroup, tiers.view(index, lease))
+                    if index in tiers.residency.residents:
+                        tiers.keep(index, lease, 0)
+                    else:
+                        home = tiers.homes[index]
+                        tiers.start_flush(index, lease, home, 0)
+                        advance(tiers.files[home].slot_bytes)
+            tiers.settle()
+
+    # -------------------------------------------------------------------------------------- step
+
+    def step(self, space: str, work: SubgroupWork) -> StepRecord:
+        """Fetch, update and flush every subgroup of ``space``.
+
+        Returns:
+            What was done. Flushes that are still under way add themselves to it later.
+
+        Raises:
+            PathIOError, PathTimeoutError, ChecksumError: some subgroups are updated and others are not; the
+                pipeline refuses to go on.
+        """
+        self._check_usable()
+        self._publish(everything=False)
+        self._steps[space] += 1
+        first, count = self._first[space], len(self.subgroups[space])
+        indices = range(first, first + count)
+        cached = [i for i in indices if self.tiers.table[i].where is Where.HOST]
+        plan = plan_step(
+            self._steps[space],
+            indices,
+            self.tiers.residency.residents,
+            cached,
+            self.tiers.homes,
+            self._keep_count(space),
+        )
+        record = StepRecord(
+            step=self._steps[space], host_memory_bytes=self.tiers.pool.region[1], started=time.monotonic()
+        )
+        record.hit_count = plan.hit_count
+        record.fetch_count = count - plan.hit_count
+        self._records.append(record)
+        with self._stop_on_error(f"step {plan.step}"):
+            self._run(space, plan, work, record)
+        record.step_seconds = time.monotonic() - record.started
+        return record
+
+    def _run(self, space: str, plan: StepPlan, work: SubgroupWork, record: StepRecord) -> None:
+        tiers, first = self.tiers, self._first[space]
+        subgroup_of = self.subgroups[space]
+        waiting = list(plan.rows)
+        to_fetch = [row for row in plan.rows if not row.hit]
+        fetches: "dict[int, Flight]" = {}
+        while waiting:
+            tiers.reap()
+            while to_fetch and (lease := tiers.pool.lease()) is not None:
+                index = to_fetch.pop(0).subgroup
+                fetches[index] = tiers.start_fetch(index, lease, record)
+            row = self._first_ready(waiting, fetches)
+            if row is None:
+                begin = time.monotonic()
+                tiers.wait_any([*fetches.values(), *tiers.flushes])
+                record.add("stall", waiting[0].subgroup, begin, time.monotonic())
+                continue
+            waiting.remove(row)
+            lease = tiers.table[row.subgroup].lease
+            if not row.hit:
+                flight = fetches.pop(row.subgroup)
+                tiers.land_fetch(flight)
+                lease = flight.lease
+            begin = time.monotonic()
+            if waiting:  # its gradients travel while this one is updated
+                work.prepare(subgroup_of[waiting[0].subgroup - first])
+            work.update(subgroup_of[row.subgroup - first], tiers.view(row.subgroup, lease))
+            record.add("update", row.subgroup, begin, time.monotonic())
+            if row.keep:
+                tiers.keep(row.subgroup, lease, plan.step)
+            else:
+                tiers.start_flush(row.subgroup, lease, row.path, plan.step, record)
+
+    @staticmethod
+    def _first_ready(waiting: Sequence[Row], fetches: "Mapping[int, Flight]") -> "Row | None":
+        """The first row in plan order whose state is in host memory: a slow path holds up only its own rows."""
+        for row in waiting:
+            if row.hit or (row.subgroup in fetches and fetches[row.subgroup].future.done()):
+                return row
+        return None
+
+    def _keep_count(self, space: str) -> int:
+        """Streamed subgroups that stay in staging buffers between steps.
+
+        Two buffers stay free, so that the next step's first fetches start at once. With several spaces the next
+        one to step needs the buffers, so nothing stays.
+        """
+        return max(0, self.tiers.residency.staging_count - 2) if len(self.subgroups) == 1 else 0
+
+    # --------------------------------------------------------------------------- between the steps
+
+    @contextlib.contextmanager
+    def read(self, space: str, subgroup: Subgroup) -> "Iterator[StateView]":
+        """The state of one subgroup, to read; valid inside the ``with`` block."""
+        self._check_usable()
+        with self.tiers.borrow(self._first[space] + subgroup.index, write_back=False) as view:
+            yield view
+
+    @contextlib.contextmanager
+    def modify(self, space: str, subgroup: Subgroup) -> "Iterator[StateView]":
+        """The state of one subgroup, to change in place; written back when the ``with`` block ends."""
+        self._check_usable()
+        with (
+            self._stop_on_error(f"writing subgroup {subgroup.index} of {space}"),
+            self.tiers.borrow(self._first[space] + subgroup.index, write_back=True) as view,
+        ):
+            yield view
+
+    def close(self) -> None:
+        """Land what is in flight, remove the state files, give the memory back. Safe to call twice."""
+        if self._pid != os.getpid():  # a forked child owns none of this
+            return
+        if self._broken is None:
+            with contextlib.suppress(OffloadError):
+                self.tiers.settle()
+        self._publish(everything=True)
+        self._broken = self._broken or "it was closed"
+        self.tiers.close()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    # ------------------------------------------------------------------------------------ helpers
+
+    def _take_buffer(self) -> Lease:
+        while (lease := self.tiers.pool.lease()) is None:
+            if not self.tiers.reap():
+                self.tiers.wait_any(self.tiers.flushes)
+        return lease
+
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise OffloadError(
+                f"this optimizer state can no longer be used: {self._broken}. Restart from the last checkpoint."
+            )
+
+    @contextlib.contextmanager
+    def _stop_on_error(self, what: str) -> "Iterator[None]":
+        """After an error in the middle of a write nothing may go on as if it had not happened."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = f"{what} ended with {type(error).__name__}: {error}"
+            raise
+
+    def _publish(self, everything: bool) -> None:
+        """Write the records whose flushes have all landed, oldest first, one line for all spaces of a step."""
+        per_step = len(self.subgroups)
+        while len(self._records) >= per_step:
+            group = self._records[:per_step]
+            if not everything and any(f.record in group for f in self.tiers.flushes):
+                return
+            del self._records[:per_step]
+            if self._log is not None:
+                merged = group[0]
+                for other in group[1:]:
+                    merged = merged.merge(other)
+                self._log.write(merged)

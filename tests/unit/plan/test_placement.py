@@ -1,0 +1,54 @@
+"""Host memory is spent on staging first; paths get subgroups by bandwidth, within their capacity."""
+
+import pytest
+
+from mlp_offload.config import PathConfig
+from mlp_offload.errors import CapacityError, ConfigError
+from mlp_offload.plan.placement import choose_residents, place
+
+FAST, SLOW = PathConfig("/fast", read=6, write=9), PathConfig("/slow", read=8, write=4)
+
+
+def test_shares_follow_the_slower_direction_and_interleave():
+    assert "".join("AB"[p] for p in place(10, [FAST, SLOW], 1, [99, 99])) == "ABABAABABA"
+
+
+def test_unknown_rates_share_equally():
+    homes = place(9, [PathConfig("/a"), PathConfig("/b", read=10, write=10), PathConfig("/c")], 1, [99] * 3)
+    assert [homes.count(i) for i in range(3)] == [3, 3, 3]
+
+
+def test_a_short_path_takes_what_it_holds_and_the_others_the_rest():
+    homes = place(10, [FAST, SLOW], 100, [399, 10**6], spare_count=1)  # 3 slots, one of them spare
+    assert [homes.count(i) for i in range(2)] == [2, 8]
+
+
+def test_too_little_room_is_an_error_with_the_numbers():
+    with pytest.raises(CapacityError, match=r"10 slots of 1\.0 MiB = 10\.0 MiB.*'/fast' has 3\.0 MiB.*Free 4\.0 MiB"):
+        place(10, [FAST, SLOW], 2**20, [3 * 2**20, 5 * 2**20], spare_count=1)
+
+
+def test_nothing_to_place():
+    assert place(0, [FAST, SLOW], 1, [0, 0]) == ()
+
+
+@pytest.mark.parametrize(
+    "budget, staging, residents", [(300, 3, 0), (400, 4, 0), (500, 4, 1), (999, 4, 5), (1000, 0, 10)]
+)
+def test_budget_buys_staging_then_residents_then_everything(budget, staging, residents):
+    residency = choose_residents(10, 100, budget, staging_count=4)
+    assert (residency.staging_count, len(residency.residents)) == (staging, residents)
+    assert residency.buffer_count * 100 <= budget
+    assert all(0 <= i < 10 for i in residency.residents)
+
+
+def test_residents_are_spread_evenly():
+    assert choose_residents(12, 100, 700, staging_count=4).residents == {2, 6, 10}
+
+
+def test_a_budget_below_three_buffers_says_what_would_fit():
+    with pytest.raises(
+        ConfigError,
+        match=r"holds 1 buffers.*raise host_memory to at least 36\.0 MiB, or lower subgroup_size to at most 699040",
+    ):
+        choose_residents(10, 12 * 2**20, 25165440, staging_count=4)
