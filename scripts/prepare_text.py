@@ -20,11 +20,11 @@ import platform
 import shutil
 import sysconfig
 import tempfile
+import warnings
 from pathlib import Path
 
 import numpy as np
 import torch
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from rich.console import Console
 from rich.progress import track
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -57,6 +57,10 @@ def train_tokenizer(texts: "list[str]", vocab_size: int) -> Tokenizer:
 
 def write_dataset(texts: "list[str]", tokenizer: Tokenizer, prefix: Path, console: Console) -> int:
     """Write ``prefix``.bin and .idx; returns the number of tokens."""
+    with warnings.catch_warnings():  # of kernels for training that are not needed here
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
     end = tokenizer.token_to_id(END_OF_TEXT)
     dtype = DType.optimal_dtype(tokenizer.get_vocab_size())
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)

@@ -4,7 +4,8 @@
 1. ``add_megatron_arguments`` (called by every version's argument parser) also adds the flags of ``config.py``.
 2. ``validate_args`` first refuses what offload does not work with, in one sentence each.
 3. ``set_global_variables`` (called when the arguments are final) installs the optimizer if it was asked for.
-4. Without a GPU, ``initialize_megatron`` is told that this is allowed.
+4. ``train_step`` afterwards tells the step's loss to the telemetry, and prints a summary every ``--log-interval``.
+5. Without a GPU, ``initialize_megatron`` is told that this is allowed.
 Then the script runs as ``__main__``. With ``--optimizer-offload none`` nothing but the flags differs from a run without
 the launcher.
 """
@@ -100,9 +101,9 @@ def prepare_megatron(allow_no_cuda: bool = False) -> None:
 
 def _validate(args: Namespace) -> None:
     if getattr(args, "optimizer_offload", "none") == "mlp":
-        from .validate import validate_arguments
+        from .validate import validate
 
-        validate_arguments(args)
+        validate(args)
 
 
 def _install(args: Namespace) -> None:
@@ -114,9 +115,14 @@ def _install(args: Namespace) -> None:
         )
     _validate(args)
     if getattr(args, "optimizer_offload", "none") == "mlp":
+        from megatron.training import get_args
+        from megatron.training.training import train_step
+
         from .install import install
+        from .step_report import after_train_step
 
         install(from_arguments(args))
+        _wrap(train_step, after=after_train_step(train_step, get_args))
 
 
 # ------------------------------------------------------------------------------------------ helpers
