@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import shutil
@@ -59,6 +60,7 @@ def write_dataset(texts: "list[str]", tokenizer: Tokenizer, prefix: Path, consol
     """Write ``prefix``.bin and .idx; returns the number of tokens."""
     with warnings.catch_warnings():  # of kernels for training that are not needed here
         warnings.simplefilter("ignore")
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     end = tokenizer.token_to_id(END_OF_TEXT)
