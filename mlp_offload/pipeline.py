@@ -204,6 +204,22 @@ class StepPipeline:
         """
         return max(0, self.tiers.residency.staging_count - 2) if len(self.subgroups) == 1 else 0
 
+    def annotate(self, iteration: "int | None", loss: "float | None", grad_norm: "float | None") -> "StepRecord | None":
+        """Add to the newest step's record what only the trainer knows, before it is written.
+
+        Returns:
+            The record of all spaces together, or None when no step was made since the last call.
+        """
+        group = self._records[-len(self.subgroups) :]
+        if not group or group[0].iteration is not None:
+            return None
+        for record in group:
+            record.iteration, record.loss, record.grad_norm = iteration, loss, grad_norm
+        merged, *others = group
+        for other in others:
+            merged = merged.merge(other)
+        return merged
+
     # --------------------------------------------------------------------------- between the steps
 
     @contextlib.contextmanager
