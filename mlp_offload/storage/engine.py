@@ -22,7 +22,7 @@ from .. import _native
 from ..errors import ConfigError, PathIOError, PathTimeoutError
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self  # Python 3.11; annotations are not evaluated
 
 logger = logging.getLogger(__name__)
 
@@ -91,13 +91,13 @@ class IoFuture:
         begin = time.monotonic()
         if not self.wait(min(warn, timeout)):
             if warn < timeout:
-                message = self._describe(begin)
+                message = self.describe(begin)
                 logger.warning("%s Waiting up to %g s.", message, timeout)
                 if on_warn is not None:
                     on_warn(message)
             if not self.wait(begin + timeout - time.monotonic()):
                 raise PathTimeoutError(
-                    f"{self._describe(begin)} Giving up (timeout {timeout:g} s). Look at the device or file system "
+                    f"{self.describe(begin)} Giving up (timeout {timeout:g} s). Look at the device or file system "
                     "behind the path (dmesg, its servers); raise the timeout if it is only slow."
                 )
         self._engine._release(self)
@@ -105,7 +105,7 @@ class IoFuture:
             raise PathIOError(self._engine.path, self.operation, self.offset, self.nbytes, self._request.error_number)
         return self._request.crc32c
 
-    def _describe(self, begin: float) -> str:
+    def describe(self, begin: float) -> str:
         now = time.monotonic()
         started = self.started_seconds
         state = f"started {now - started:.1f} s ago" if started else "not started"

@@ -73,7 +73,7 @@ class Core {
   // Takes no more requests, drops those not started (ECANCELED), gives the started ones the time, then drops their
   // unstarted blocks too and tells the threads to end. False: a block is still in flight, so a thread may be stuck.
   bool drain(double timeout_seconds);
-  virtual void close_file() { file_.close(); }  // after drain() and when the threads have ended
+  virtual void release() { file_.close(); }  // after the threads have ended
 
  protected:
   enum class Next { finished, again };

@@ -114,7 +114,7 @@ bool Engine::close(double timeout_seconds) {
   if (!core_->drain(timeout_seconds)) return false;
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
-  core_->close_file();
+  core_->release();
   return true;
 }
 

@@ -29,13 +29,17 @@ class Ring {
     const int error = io_uring_queue_init(entries, &ring_, 0);
     if (error < 0) throw std::system_error(-error, std::generic_category(), "io_uring_setup");
   }
-  ~Ring() { io_uring_queue_exit(&ring_); }
+  ~Ring() { close(); }
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
   io_uring* get() { return &ring_; }
+  void close() {
+    if (std::exchange(open_, false)) io_uring_queue_exit(&ring_);
+  }
 
  private:
   io_uring ring_;
+  bool open_ = true;
 };
 
 class UringCore final : public Core {
@@ -46,14 +50,16 @@ class UringCore final : public Core {
     if (error < 0) throw std::system_error(-error, std::generic_category(), "madvise of the ring");
     event_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (event_.get() < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
-    const int number = file();
-    fixed_file_ = io_uring_register_files(ring_.get(), &number, 1) == 0;
     for (unsigned i = settings.iodepth; i > 0; --i) free_.push_back(i - 1);
   }
 
   void run() override;
   bool register_buffers(char* address, uint64_t nbytes) override;
-  void close_file() override;
+  void release() override {
+    ring_.close();  // and unpins the registered buffers
+    event_.close();
+    Core::release();
+  }
 
  protected:
   void wake() override {
@@ -67,6 +73,7 @@ class UringCore final : public Core {
   enum class Registration { none, asked, working, accepted, refused };
 
   unsigned busy() const { return static_cast<unsigned>(slots_.size() - free_.size()); }
+  void move_blocks();
   void fill();
   void prepare(unsigned slot);
   int fixed_buffer(const Block& block) const;
@@ -80,7 +87,7 @@ class UringCore final : public Core {
 
   Ring ring_;
   Fd event_;
-  bool fixed_file_ = false, wake_armed_ = false;
+  bool wake_armed_ = false;
   int broken_ = 0;
   unsigned submit_retries_ = 0;
   std::vector<Block> slots_;
@@ -90,6 +97,7 @@ class UringCore final : public Core {
   std::mutex registration_mutex_;
   std::condition_variable registration_done_;
   Registration registration_ = Registration::none;
+  bool ended_ = false;                  // the ring thread
   char* registered_address_ = nullptr;  // the ring thread alone reads these while it runs
   uint64_t registered_nbytes_ = 0;
   char* asked_address_ = nullptr;
@@ -97,6 +105,15 @@ class UringCore final : public Core {
 };
 
 void UringCore::run() {
+  move_blocks();
+  {
+    std::lock_guard<std::mutex> lock(registration_mutex_);
+    ended_ = true;
+  }
+  registration_done_.notify_all();
+}
+
+void UringCore::move_blocks() {
   while (broken_ == 0) {
     serve_registration();
     fill();
@@ -110,16 +127,6 @@ void UringCore::run() {
     reap();
     std::this_thread::sleep_for(kPollInterval);
   }
-}
-
-// The ring holds the file and the buffers as well, until the kernel has taken it apart in the background, which is some
-// time after the engine is gone: let go of both now, or the file's space would stay taken and its file system busy.
-void UringCore::close_file() {
-  if (fixed_file_) io_uring_unregister_files(ring_.get());
-  if (registered_nbytes_ != 0) io_uring_unregister_buffers(ring_.get());
-  fixed_file_ = false;
-  registered_nbytes_ = 0;
-  Core::close_file();
 }
 
 void UringCore::fill() {
@@ -151,7 +158,7 @@ void UringCore::prepare(unsigned slot) {
     free_.push_back(slot);
     return;
   }
-  const int number = fixed_file_ ? 0 : file();
+  const int number = file();
   const auto nbytes = static_cast<unsigned>(block.left_nbytes());
   const int buffer = fixed_buffer(block);
   if (block.request->operation == Operation::read) {
@@ -165,7 +172,6 @@ void UringCore::prepare(unsigned slot) {
     else
       io_uring_prep_write(entry, number, block.left_address(), nbytes, block.left_offset());
   }
-  if (fixed_file_) entry->flags |= IOSQE_FIXED_FILE;
   entry->user_data = slot;
   unsubmitted_.push_back(slot);
 }
@@ -194,7 +200,7 @@ void UringCore::submit(bool wait) {
 }
 
 // io_uring_enter itself is refused (as by a seccomp filter set after the ring was made): nothing can be submitted any
-// more. What the kernel has not taken fails here; run() waits for the rest.
+// more. What the kernel has not taken fails here; move_blocks() waits for the rest.
 void UringCore::break_ring(int error) {
   broken_ = error;
   break_down(error);
@@ -238,13 +244,13 @@ void UringCore::handle(unsigned slot, int result) {
 
 bool UringCore::register_buffers(char* address, uint64_t nbytes) {
   std::unique_lock<std::mutex> lock(registration_mutex_);
-  if (registration_ != Registration::none) return false;
+  if (ended_ || registration_ != Registration::none) return false;
   asked_address_ = address;
   asked_nbytes_ = nbytes;
   registration_ = Registration::asked;
   wake();
   registration_done_.wait_until(lock, deadline_after(kRegisterSeconds),
-                                [this] { return registration_ > Registration::working; });
+                                [this] { return ended_ || registration_ > Registration::working; });
   registration_done_.wait(lock, [this] { return registration_ != Registration::working; });
   const bool accepted = registration_ == Registration::accepted;
   registration_ = Registration::none;
