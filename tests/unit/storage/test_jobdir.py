@@ -79,7 +79,7 @@ def state_path(directory, rank=0, name="optimizer", job="j", host=None) -> Path:
     return Path(directory).resolve() / f"mlp-offload-{job}" / f"{host or host_name()}-rank{rank:04d}-{name}.state"
 
 
-def vanished(*paths, seconds=10.0) -> bool:
+def vanished(*paths, seconds=20.0) -> bool:
     deadline = time.monotonic() + seconds
     while any(os.path.lexists(path) for path in paths):
         if time.monotonic() > deadline:
@@ -88,7 +88,7 @@ def vanished(*paths, seconds=10.0) -> bool:
     return True
 
 
-def ended(pid, seconds=10.0) -> bool:
+def ended(pid, seconds=20.0) -> bool:
     """Whether the process is gone, or a zombie that its parent did not collect."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
