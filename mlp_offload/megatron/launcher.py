@@ -19,14 +19,12 @@ import os
 import runpy
 import sys
 import traceback
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from ..config import add_arguments, from_arguments
 from ..errors import ConfigError, OffloadError
-from . import ranks
+from . import ranks, switch
 
 OWN_SCRIPT = "pretrain_gpt"
 FAILED, INTERRUPTED = 1, 130
@@ -92,37 +90,11 @@ def prepare_megatron(allow_no_cuda: bool = False) -> None:
     from megatron.training.global_vars import set_global_variables
     from megatron.training.initialize import initialize_megatron
 
-    _wrap(megatron_arguments.add_megatron_arguments, after=lambda parser, *a, **k: add_arguments(parser))
-    _wrap(megatron_arguments.validate_args, before=lambda args, *a, **k: _validate(args))
-    _wrap(set_global_variables, before=lambda args, *a, **k: _install(args))
+    switch.wrap(megatron_arguments.add_megatron_arguments, after=lambda parser, *a, **k: switch.add_flags(parser))
+    switch.wrap(megatron_arguments.validate_args, before=lambda args, *a, **k: switch.check(args))
+    switch.wrap(set_global_variables, before=lambda args, *a, **k: switch.switch_on(args))
     if allow_no_cuda:
-        _rebind(initialize_megatron, functools.partial(initialize_megatron, allow_no_cuda=True))
-
-
-def _validate(args: Namespace) -> None:
-    if getattr(args, "optimizer_offload", "none") == "mlp":
-        from .validate import validate
-
-        validate(args)
-
-
-def _install(args: Namespace) -> None:
-    """Called with the final arguments, on every rank, before anything is built from them."""
-    if not hasattr(args, "optimizer_offload") and any(a.startswith("--optimizer-offload") for a in sys.argv):
-        raise ConfigError(
-            "--yaml-cfg makes Megatron ignore all flags, --optimizer-offload too: "
-            "put 'optimizer_offload: mlp' and 'mlp_offload_path: [DIR, ...]' into the YAML file"
-        )
-    _validate(args)
-    if getattr(args, "optimizer_offload", "none") == "mlp":
-        from megatron.training import get_args
-        from megatron.training.training import train_step
-
-        from .install import install
-        from .step_report import after_train_step
-
-        install(from_arguments(args))
-        _wrap(train_step, after=after_train_step(train_step, get_args))
+        switch.rebind(initialize_megatron, functools.partial(initialize_megatron, allow_no_cuda=True))
 
 
 # ------------------------------------------------------------------------------------------ helpers
@@ -136,29 +108,6 @@ def _find_script(script: str) -> "Path | None":
     if script == OWN_SCRIPT:
         return None
     raise ConfigError(f"script {script!r}: no such file; give a Megatron script, or {OWN_SCRIPT} for the built-in one")
-
-
-def _wrap(function: "Callable[..., Any]", before: Any = None, after: Any = None) -> None:
-    """Let ``before(*args)`` run first, and ``after(result, *args)`` last, in every module that holds ``function``."""
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, **settings: Any) -> Any:
-        if before is not None:
-            before(*args, **settings)
-        result = function(*args, **settings)
-        if after is not None:
-            after(result, *args, **settings)
-        return result
-
-    _rebind(function, wrapped)
-
-
-def _rebind(function: "Callable[..., Any]", replacement: "Callable[..., Any]") -> None:
-    """Megatron's modules import functions by name: replace the name in each that did so already."""
-    name = function.__name__
-    for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("megatron.") and getattr(module, name, None) is function:
-            setattr(module, name, replacement)
 
 
 def _leave(code: int, message: str) -> "NoReturn":

@@ -8,6 +8,7 @@ on exec and, through an at-fork handler, in forked children.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -33,10 +34,8 @@ def private_directory(path: Path) -> None:
     """
     found = None
     while found is None:
-        try:
+        with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
-        except FileExistsError:
-            pass
         try:
             found = os.lstat(path)
         except FileNotFoundError:  # another process of ours found it empty and removed it: make it again
