@@ -31,12 +31,22 @@ from rich.progress import track
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
-LEFT_OUT = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
+LEFT_OUT = {
+    "test",
+    "tests",
+    "idlelib",
+    "turtledemo",
+    "lib2to3",
+    "encodings",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+}
 DATASET_NAME = "stdlib_text"
 
 
 def collect_sources(library: Path) -> "list[str]":
-    """The text of every module of the standard library, in the order of their names, without its tests."""
+    """The text of the standard library's modules in the order of their names; no tests, tables or demos."""
     files = sorted(f for f in library.rglob("*.py") if not LEFT_OUT.intersection(f.relative_to(library).parts))
     return [f.read_text(encoding="utf-8", errors="replace") for f in files]
 

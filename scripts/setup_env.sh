@@ -82,7 +82,7 @@ find_or_make_venv() {
 stamp() {
     { cat setup.cfg setup.py pyproject.toml scripts/setup_env.sh
       find mlp_offload/csrc -type f | LC_ALL=C sort | xargs cat
-      echo "$extra ${MLP_OFFLOAD_WERROR:-} $(ls /usr/include/liburing.h 2>/dev/null)"
+      echo "${MLP_OFFLOAD_WERROR:-} $(ls /usr/include/liburing.h 2>/dev/null)"
     } | sha256sum | cut -d' ' -f1
 }
 
@@ -90,7 +90,8 @@ stamp() {
 system_packages
 find_or_make_venv
 wanted=$(stamp)
-if [ "$(cat "$venv/.mlp-offload-stamp" 2>/dev/null)" = "$wanted" ]; then
+stamp_file=$venv/.mlp-offload-$extra
+if [ "$(cat "$stamp_file" 2>/dev/null)" = "$wanted" ]; then
     say "reusing $venv"
     exit 0
 fi
@@ -106,5 +107,5 @@ if [ "$modern" = 1 ] && ! "$venv/bin/python" -c 'import triton' 2>/dev/null; the
 fi
 say "building and installing mlp-offload with [$extra]"
 quietly "${pip[@]}" --no-build-isolation --editable ".[$extra]"
-echo "$wanted" >"$venv/.mlp-offload-stamp"
+echo "$wanted" >"$stamp_file"
 say "ready: $venv ($("$venv/bin/python" -V))"

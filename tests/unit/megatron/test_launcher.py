@@ -12,41 +12,11 @@ import pytest
 from mlp_offload.megatron.cpu_device import activate_in_children
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-TINY = [
-    "--num-layers",
-    "1",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "2",
-    "--seq-length",
-    "16",
-    "--max-position-embeddings",
-    "16",
-    "--micro-batch-size",
-    "1",
-    "--global-batch-size",
-    "2",
-    "--train-iters",
-    "3",
-    "--lr",
-    "1e-3",
-    "--bf16",
-    "--mock-data",
-    "--use-cpu-initialization",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "128",
-    "--num-workers",
-    "0",
-    "--eval-iters",
-    "0",
-    "--eval-interval",
-    "1000",
-    "--log-interval",
-    "2",
-]
+TINY = """
+    --num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16
+    --micro-batch-size 1 --global-batch-size 2 --train-iters 3 --lr 1e-3 --bf16 --mock-data --use-cpu-initialization
+    --tokenizer-type NullTokenizer --vocab-size 128 --num-workers 0 --eval-iters 0 --eval-interval 1000 --log-interval 2
+"""
 
 
 def environment() -> "dict[str, str]":
@@ -74,7 +44,7 @@ def test_one_process_trains_with_offload_and_tells_its_losses(tmp_path):
         directory.mkdir()
     offload = [f"--mlp-offload-path={directory}" for directory in storage]
     done = run(
-        *("pretrain_gpt", *TINY, "--use-distributed-optimizer", "--optimizer-offload", "mlp", *offload),
+        *("pretrain_gpt", *TINY.split(), "--use-distributed-optimizer", "--optimizer-offload", "mlp", *offload),
         *("--mlp-offload-subgroup-size", "3001", "--mlp-offload-host-memory", "600KiB"),
         *("--mlp-offload-telemetry", str(tmp_path / "telemetry")),
     )
@@ -90,7 +60,7 @@ def test_one_process_trains_with_offload_and_tells_its_losses(tmp_path):
 
 
 def test_an_option_that_offload_refuses_is_told_in_one_line(tmp_path):
-    done = run("pretrain_gpt", *TINY, "--optimizer-offload", "mlp", f"--mlp-offload-path={tmp_path}")
+    done = run("pretrain_gpt", *TINY.split(), "--optimizer-offload", "mlp", f"--mlp-offload-path={tmp_path}")
     assert done.returncode == 1
     told = [line for line in done.stderr.splitlines() if line.startswith("mlp-offload: rank")]
     assert len(told) == 1 and "--use-distributed-optimizer" in told[0]
