@@ -175,11 +175,9 @@ class StepPipeline:
                 record.add("stall", waiting[0].subgroup, begin, time.monotonic())
                 continue
             waiting.remove(row)
-            lease = tiers.table[row.subgroup].lease
             if not row.hit:
-                flight = fetches.pop(row.subgroup)
-                tiers.land_fetch(flight)
-                lease = flight.lease
+                tiers.land_fetch(fetches.pop(row.subgroup))
+            lease = tiers.table[row.subgroup].lease
             begin = time.monotonic()
             if waiting:  # its gradients travel while this one is updated
                 work.prepare(subgroup_of[waiting[0].subgroup - first])
@@ -205,6 +203,22 @@ class StepPipeline:
         one to step needs the buffers, so nothing stays.
         """
         return max(0, self.tiers.residency.staging_count - 2) if len(self.subgroups) == 1 else 0
+
+    def annotate(self, iteration: "int | None", loss: "float | None", grad_norm: "float | None") -> "StepRecord | None":
+        """Add to the newest step's record what only the trainer knows, before it is written.
+
+        Returns:
+            The record of all spaces together, or None when no step was made since the last call.
+        """
+        group = self._records[-len(self.subgroups) :]
+        if not group or group[0].iteration is not None:
+            return None
+        for record in group:
+            record.iteration, record.loss, record.grad_norm = iteration, loss, grad_norm
+        merged, *others = group
+        for other in others:
+            merged = merged.merge(other)
+        return merged
 
     # --------------------------------------------------------------------------- between the steps
 

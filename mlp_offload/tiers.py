@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .config import AUTO, OffloadConfig
-from .errors import ChecksumError, OffloadError, PathIOError
+from .errors import ChecksumError, OffloadError, PathIOError, PathTimeoutError
 from .plan.placement import Residency, choose_residents, place
 from .plan.subgroups import ARRAYS, Subgroup
 from .storage.buffers import BufferPool, Lease
@@ -45,7 +45,7 @@ class RankContext:
 class Where(enum.Enum):
     """Where a subgroup's authoritative copy is, and what that costs."""
 
-    HOST = "in a leased host buffer; no slot on any path"
+    HOST = "in a leased host buffer; its slot, if it has one, holds an older step"
     FLUSHING = "in a leased host buffer, being written; the buffer is released and the old slot freed when that is done"
     STORED = "in a slot on its path; no host memory"
 
@@ -114,7 +114,9 @@ class Tiers:
     directories: "list[str]"
     files: "list[StateFile]"
     table: "list[Entry]" = field(default_factory=list)
+    fetches: "list[Flight]" = field(default_factory=list)
     flushes: "list[Flight]" = field(default_factory=list)
+    hung: bool = False
 
     def homes_on(self, path: int) -> int:
         """How many subgroups live on a path."""
@@ -129,7 +131,9 @@ class Tiers:
         """Begin to read a stored subgroup into ``lease``."""
         entry, file = self.table[index], self.files[self.table[index].path]
         future = file.read(entry.slot, lease, self._transfer_bytes(index), checksum=self.config.checksums)
-        return Flight("fetch", index, entry.path, entry.slot, lease, future, entry.step, record)
+        flight = Flight("fetch", index, entry.path, entry.slot, lease, future, entry.step, record)
+        self.fetches.append(flight)
+        return flight
 
     def land_fetch(self, flight: Flight) -> None:
         """Wait for a fetch and check what came.
@@ -139,7 +143,7 @@ class Tiers:
         """
         entry, file = self.table[flight.index], self.files[flight.path]
         try:
-            checksum = flight.future.result(self.config.warn_seconds, self.config.timeout_seconds)
+            checksum = self._result(flight)
         except PathIOError as error:
             detail = f"It held the only copy of subgroup {flight.index} (step {entry.step}). Restart from the last checkpoint, without this path."
             raise PathIOError(error.path, error.operation, error.offset, error.nbytes, error.errno, detail) from error
@@ -150,6 +154,8 @@ class Tiers:
                 "The path returned other bytes than it was given: stop using it and restart from the last checkpoint."
             )
         self._account(flight)
+        self.fetches.remove(flight)
+        entry.where, entry.lease = Where.HOST, flight.lease
 
     def start_flush(self, index: int, lease: Lease, path: int, step: int, record: "StepRecord | None" = None) -> Flight:
         """Begin to write a subgroup from ``lease`` to a free slot of ``path``, or of another path when it has none."""
@@ -189,8 +195,9 @@ class Tiers:
             if waited > self.config.warn_seconds and not warned:
                 warned = True
                 log.warning("%s", oldest.describe(begin))
-            if waited > self.config.timeout_seconds and not oldest.done():
-                oldest.result(timeout_seconds=0)  # raises PathTimeoutError
+            if waited > self.config.timeout_seconds:
+                self.hung = True
+                raise oldest.given_up(begin, self.config.timeout_seconds)
 
     @contextlib.contextmanager
     def borrow(self, index: int, write_back: bool) -> "Iterator[StateView]":
@@ -203,40 +210,41 @@ class Tiers:
         lease = self.pool.lease()
         if lease is None:
             raise OffloadError(f"no free buffer to read subgroup {index}: another one is still borrowed")
-        try:
-            self.land_fetch(self.start_fetch(index, lease))
-            yield self.view(index, lease)
-            if write_back:
-                self.start_flush(index, lease, entry.path, entry.step)
-        finally:
-            if entry.where is Where.FLUSHING:
-                self.settle()
-            else:
-                lease.release()
+        self.land_fetch(self.start_fetch(index, lease))
+        yield self.view(index, lease)
+        if write_back:
+            self.start_flush(index, lease, entry.path, entry.step)
+            self.settle()
+        else:
+            entry.where, entry.lease = Where.STORED, None
+            lease.release()
 
     def close(self) -> None:
         """Remove the state files and give the memory back. Safe to call twice and after errors."""
         stuck = False
+        # Whoever gave up on a call that hangs must not wait for it here again.
+        patience_seconds = 1.0 if self.hung else 30.0
         for file in self.files:
-            stuck |= not file.close()
-        for flight in self.flushes:
-            flight.lease.release()
-        for entry in self.table:
-            if entry.where is Where.HOST and entry.lease is not None:
-                entry.lease.release()
-        self.files, self.flushes, self.table = [], [], []
-        if not stuck:  # memory that the kernel may still write to is never unmapped
-            self.pool.close()
+            stuck |= not file.close(patience_seconds)
+        self.files = []
+        if stuck:  # memory that the kernel may still write to is never given back
+            return
+        leases = [flight.lease for flight in self.fetches]
+        leases += [entry.lease for entry in self.table if entry.lease is not None]
+        for lease in leases:
+            lease.release()
+        self.fetches, self.flushes, self.table = [], [], []
+        self.pool.close()
 
     # ------------------------------------------------------------------------------------ helpers
 
     def _land_flush(self, flight: Flight) -> int:
         """Wait for a flush; on failure send the subgroup, which is still in memory, to another path."""
-        self.flushes.remove(flight)
         entry = self.table[flight.index]
         try:
-            checksum = flight.future.result(self.config.warn_seconds, self.config.timeout_seconds)
+            checksum = self._result(flight)
         except PathIOError as error:
+            self.flushes.remove(flight)
             # The slot that failed stays allocated, so that nothing else is written there.
             others = [i for i in range(len(self.files)) if i != flight.path and self.files[i].free_count]
             if not others:
@@ -250,10 +258,18 @@ class Tiers:
             self.start_flush(flight.index, flight.lease, other, flight.step, flight.record)
             return 0
         self._account(flight)
+        self.flushes.remove(flight)
         self._free_slot(entry)
         self.table[flight.index] = Entry(Where.STORED, None, flight.path, flight.slot, checksum, flight.step)
         flight.lease.release()
         return 1
+
+    def _result(self, flight: Flight) -> "int | None":
+        try:
+            return flight.future.result(self.config.warn_seconds, self.config.timeout_seconds)
+        except PathTimeoutError:
+            self.hung = True
+            raise
 
     def _free_slot(self, entry: Entry) -> None:
         if entry.slot >= 0:

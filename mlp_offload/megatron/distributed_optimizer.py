@@ -105,6 +105,11 @@ class MLPDistributedOptimizer(DistributedOptimizer):
             self._resources.close()
 
     @property
+    def pipeline(self) -> "StepPipeline | None":
+        """Where the state lives, shared by all parts built together; None before ``start`` and without shards."""
+        return self._pipeline
+
+    @property
     def step_count(self) -> int:
         """Executed steps, t of Adam; it lives in ``param_groups``, where Megatron saves and synchronizes it."""
         return max((int(group.get("step") or 0) for group in self.param_groups), default=0)

@@ -96,16 +96,21 @@ class IoFuture:
                 if on_warn is not None:
                     on_warn(message)
             if not self.wait(begin + timeout - time.monotonic()):
-                raise PathTimeoutError(
-                    f"{self.describe(begin)} Giving up (timeout {timeout:g} s). Look at the device or file system "
-                    "behind the path (dmesg, its servers); raise the timeout if it is only slow."
-                )
+                raise self.given_up(begin, timeout)
         self._engine._release(self)
         if self._request.failed:
             raise PathIOError(self._engine.path, self.operation, self.offset, self.nbytes, self._request.error_number)
         return self._request.crc32c
 
+    def given_up(self, begin: float, timeout_seconds: float) -> PathTimeoutError:
+        """The error for a request that was waited for since `begin` and did not come back."""
+        return PathTimeoutError(
+            f"{self.describe(begin)} Giving up (timeout {timeout_seconds:g} s). Look at the device or file system "
+            "behind the path (dmesg, its servers); raise the timeout if it is only slow."
+        )
+
     def describe(self, begin: float) -> str:
+        """What is waited for since `begin` (monotonic clock): operation, file, offset, bytes, ages."""
         now = time.monotonic()
         started = self.started_seconds
         state = f"started {now - started:.1f} s ago" if started else "not started"

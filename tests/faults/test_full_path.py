@@ -133,18 +133,19 @@ def test_a_file_system_that_cannot_reserve_and_fills_up_while_the_slots_are_writ
 def test_a_reservation_that_fails_although_the_space_seemed_free(tmp_path):
     # So many fragments of free space that their list does not fit beside the data.
     with loop_file_system(tmp_path, "mkfs.ext4 -q -b 1024 -m 0 -O ^has_journal") as mounted:
-        pieces = [mounted / str(number) for number in range(400)]
+        pieces = [mounted / str(number) for number in range(1600)]
         for piece in pieces:
-            piece.write_bytes(bytes(32 * 1024))
+            piece.write_bytes(bytes(8 * 1024))
         os.sync()
         for piece in pieces[::2]:
             piece.unlink()
+        scratch = ScratchFile.create(mounted, job="j", rank=0, name="optimizer")
         os.sync()
         found = os.statvfs(mounted)
         slot_bytes = found.f_bavail * found.f_frsize // 4096 * 4096
         with pytest.raises(CapacityError, match=r"stopped at offset 0 of .*\(ENOSPC\)"):
-            state_file(mounted, 1, slot_bytes)
-        assert not (mounted / "mlp-offload-j").exists()
+            StateFile.create(scratch, slot_count=1, slot_bytes=slot_bytes)
+        assert not scratch.path.parent.exists()
 
 
 def test_no_room_even_for_the_probe(tmp_path):

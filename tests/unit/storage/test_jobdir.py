@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from mlp_offload.errors import ConfigError, PathInUseError
 from mlp_offload.storage.jobdir import ScratchFile, check_directories, host_name, job_name
 from mlp_offload.storage.locks import NodeLock, lock_path
+from mlp_offload.storage.sweeper import Sweeper
 
 HOLDER = """
 import os, signal, sys, time
@@ -22,11 +24,15 @@ from mlp_offload.storage.jobdir import ScratchFile
 directory, how = sys.argv[1:]
 file = ScratchFile.create(directory, job="j", rank=0, name="optimizer")
 file.path.write_bytes(bytes(1 << 20))
+closed = os.pipe()
 child = os.fork() if how == "fork" else 0
 if how == "fork" and child == 0:
     file.close()  # does nothing here
+    os.write(closed[1], b"x")
     time.sleep(60)
     os._exit(0)
+if child:
+    os.read(closed[0], 1)
 print(os.getpid(), file.sweeper_pid, child, flush=True)
 sys.stdin.readline()
 if how == "exception":
@@ -57,6 +63,8 @@ class Holder:
     def __exit__(self, *exc_info):
         if self.child_pid:
             os.kill(self.child_pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(self.sweeper_pid, signal.SIGCONT)  # in case a test failed while it was stopped
         self.process.kill()
         self.process.wait()
         self.process.stdin.close()
@@ -71,7 +79,7 @@ def state_path(directory, rank=0, name="optimizer", job="j", host=None) -> Path:
     return Path(directory).resolve() / f"mlp-offload-{job}" / f"{host or host_name()}-rank{rank:04d}-{name}.state"
 
 
-def vanished(*paths, seconds=10.0) -> bool:
+def vanished(*paths, seconds=20.0) -> bool:
     deadline = time.monotonic() + seconds
     while any(os.path.lexists(path) for path in paths):
         if time.monotonic() > deadline:
@@ -80,7 +88,7 @@ def vanished(*paths, seconds=10.0) -> bool:
     return True
 
 
-def ended(pid, seconds=10.0) -> bool:
+def ended(pid, seconds=20.0) -> bool:
     """Whether the process is gone, or a zombie that its parent did not collect."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -248,6 +256,26 @@ def test_a_signal_to_the_whole_job_does_not_end_the_sweeper_before_its_work(tmp_
         time.sleep(0.1)
         holder.process.kill()
         assert vanished(path, path.parent)
+
+
+def test_a_kill_of_the_whole_process_group_spares_the_sweeper(tmp_path):
+    path = state_path(tmp_path)
+    with Holder(tmp_path) as holder:
+        os.killpg(holder.pid, signal.SIGKILL)
+        assert vanished(path, path.parent)
+
+
+def test_a_dismissed_sweeper_leaves_everything_alone(tmp_path):
+    files = [tmp_path / "directory" / "file", tmp_path / "lock"]
+    files[0].parent.mkdir()
+    for file in files:
+        file.touch()
+    with files[1].open() as lock:
+        sweeper = Sweeper(files[0].parent, [files[0]], files[1], lock.fileno())
+        sweeper.dismiss()
+        sweeper.dismiss()
+    assert all(file.exists() for file in files)
+    assert not os.path.exists(f"/proc/{sweeper.pid}")
 
 
 def test_names_are_never_run_as_shell_and_only_our_files_are_removed(tmp_path):

@@ -57,7 +57,8 @@ def test_no_limit_is_none(tmp_path):
 
 
 def test_a_container_sees_its_group_as_the_top(tmp_path):
-    root = tree(tmp_path, V1.format(top="/docker/abc"), "4:memory:/docker/abc/in\n", {"memory": v1(3 * GIB, GIB)})
+    groups = {"memory": v1(9 * GIB, GIB), "memory/in": v1(3 * GIB, GIB)}
+    root = tree(tmp_path, V1.format(top="/docker/abc"), "4:memory:/docker/abc/in\n", groups)
     assert cgroup_available_bytes(root) == 2 * GIB
 
 

@@ -1,0 +1,50 @@
+"""A storage call that does not return: reported, given up on, and close() does not wait for it either."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+# Only the sixth and later reads hang, for longer than all time-outs together.
+HANG_SECONDS = 20
+SCRIPT = """
+import logging, sys, time, torch
+logging.basicConfig()
+from mlp_offload import OffloadedAdamW
+from mlp_offload.errors import PathTimeoutError
+p = torch.nn.Parameter(torch.randn(40960))
+optimizer = OffloadedAdamW(
+    [p], paths=sys.argv[1:], host_memory="200KiB", subgroup_size=4096, engine="threads", threads=1,
+    warn_seconds=0.3, timeout_seconds=1.0,
+)
+p.grad = torch.randn(40960)
+begin = time.monotonic()
+try:
+    optimizer.step()
+except PathTimeoutError as error:
+    print(error)
+optimizer.close()
+print(f"closed after {time.monotonic() - begin:.1f} s", flush=True)
+"""
+
+
+def test_a_read_that_hangs_is_reported_then_ends_the_run(tmp_path):
+    if shutil.which("strace") is None:
+        pytest.skip("strace, which delays the system call, is not installed")
+    inject = f"inject=pread64:delay_enter={HANG_SECONDS}s:when=6+"
+    strace = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", "trace=pread64", "-e", inject]
+    done = subprocess.run(
+        [*strace, sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    if "ptrace" in done.stderr and "not permitted" in done.stderr:
+        pytest.skip("tracing is not allowed here")
+    assert re.search(r"WARNING.*read \S+\.state offset=\d+ bytes=\d+: no answer after 0\.\d s", done.stderr), (
+        done.stderr
+    )
+    assert re.search(
+        r"read \S+\.state offset=\d+ bytes=\d+: no answer after 1\.\d s.*Giving up \(timeout 1 s\)", done.stdout
+    )
+    assert float(re.search(r"closed after ([\d.]+) s", done.stdout).group(1)) < HANG_SECONDS / 2
+    assert not list(tmp_path.rglob("*.state"))

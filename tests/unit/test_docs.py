@@ -1,0 +1,69 @@
+"""The README and the layout say what the code says."""
+
+import ast
+from pathlib import Path
+
+from mlp_offload.config import options_table
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = REPOSITORY / "mlp_offload"
+
+# Each room and what it may import of the package; every room may import errors and units.
+ALLOWED = {
+    "errors": set(),
+    "units": set(),
+    "telemetry": set(),
+    "config": set(),
+    "plan": {"config"},
+    "storage": {"_native"},
+    "adam": {"_native"},
+    "transfers": {"plan"},
+    "tiers": {"config", "plan", "storage", "telemetry"},
+    "updates": {"adam", "plan", "tiers", "transfers"},
+    "pipeline": {"config", "plan", "storage", "telemetry", "tiers"},
+    "optimizer": {"adam", "config", "pipeline", "plan", "telemetry", "tiers", "transfers", "updates"},
+    "megatron": {"adam", "config", "optimizer", "pipeline", "plan", "telemetry", "tiers", "transfers", "updates"},
+    "cli": {"config", "megatron"},
+    "__init__": {"config", "optimizer"},
+    "__main__": {"cli"},
+}
+
+
+def imports(file):
+    """Rooms of the package and top-level modules that a file imports, anywhere in it."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [node.module.split(".")]
+        elif isinstance(node, ast.ImportFrom):
+            base = ["mlp_offload", *parts[: len(parts) - node.level]]
+            names = [base + node.module.split(".")] if node.module else [base + [a.name] for a in node.names]
+        else:
+            continue
+        for name in names:
+            if name[0] == "mlp_offload" and len(name) == 1:
+                names_after = [[alias.name] for alias in node.names]
+                yield from (("room", n[0]) for n in names_after)
+            elif name[0] == "mlp_offload":
+                yield "room", name[1]
+            else:
+                yield "module", name[0]
+
+
+def test_the_readme_shows_the_options_as_they_are():
+    assert options_table() in (REPOSITORY / "README.md").read_text()
+
+
+def test_imports_go_one_way():
+    for file in PACKAGE.rglob("*.py"):
+        room = file.relative_to(PACKAGE).with_suffix("").parts[0]
+        found = list(imports(file))
+        rooms = {name for kind, name in found if kind == "room"} - {room, "errors", "units", "__version__"}
+        assert rooms <= ALLOWED[room], f"{file}: imports {rooms - ALLOWED[room]}"
+        modules = {name for kind, name in found if kind == "module"}
+        if room in ("plan", "storage", "config", "errors", "units", "telemetry"):
+            assert "torch" not in modules, f"{file}: needs no torch"
+        if room != "megatron":
+            assert "megatron" not in modules, f"{file}: only the megatron room imports Megatron"
