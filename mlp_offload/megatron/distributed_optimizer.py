@@ -16,7 +16,7 @@ from ..plan.subgroups import Subgroup
 from ..telemetry import StepRecord
 from ..updates import AdamWork
 from . import fully_reshardable
-from .gradients import any_non_finite, norm_inputs, with_stock_gradients
+from .gradients import any_non_finite, norm_inputs
 from .self_check import PRECISION_AWARE, megatron_version
 from .shard_states import ShardStates
 from .shards import Shard, collect_shards
@@ -150,10 +150,6 @@ class MLPDistributedOptimizer(DistributedOptimizer):
         self._hooks_called.add("clip_grad_by_total_norm_fp32")
         for view in views:
             self._clip_coefficients[self._index_of_view[id(view)]] = coefficient
-
-    def views_for_zero_count(self):
-        """Iterate the shards' views with the gradients of which stock would count the zeros."""
-        return with_stock_gradients(self.shards, self._inverse_scale, self._clip_coefficients)
 
     # ------------------------------------------------------------------------------------ step
 

@@ -2,17 +2,16 @@
 
 Stock copies every gradient to fp32, then multiplies it in place by the inverse loss scale and by the clip coefficient.
 Here a gradient stays as DDP left it and the Adam kernel does both multiplications. What stock derives from the copies
-(overflow, norm, zero count) is derived here from one short-lived copy at a time, with the same roundings.
+(overflow, norm) is derived here from the gradients, or from one short-lived copy at a time, with the same roundings.
+Zeros are counted in the gradients as they are: a factor leaves zeros zero, and makes one only below 1e-45.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from megatron.core.optimizer import clip_grads
-
-from .shards import Shard
 
 try:  # The reduction that Megatron-Core uses when neither Transformer Engine nor Apex is installed.
     from megatron.core.utils import local_multi_tensor_l2_norm
@@ -54,22 +53,3 @@ def clip_coefficient(max_norm: float, total_norm: "float | torch.Tensor") -> flo
     if isinstance(coefficient, torch.Tensor):  # stock clamps a tensor, and then nan stays
         return coefficient.clamp_max(1.0).item()
     return coefficient if coefficient < 1.0 else 1.0
-
-
-def with_stock_gradients(
-    shards: Iterable[Shard], inverse_scale: "torch.Tensor | None", coefficients: "Sequence[float]"
-) -> "Iterator[torch.Tensor]":
-    """Each shard's view, carrying for as long as the caller looks at it the gradient that stock would hold.
-
-    Args:
-        shards, coefficients: one clip coefficient a shard; 1.0 = not clipped.
-    """
-    for shard, coefficient in zip(shards, coefficients):
-        raw = shard.gradient
-        if raw is not None and (inverse_scale is not None or coefficient != 1.0):
-            shard.view.decoupled_grad = unscaled(raw, inverse_scale) * coefficient
-        try:
-            yield shard.view
-        finally:
-            if raw is not None:
-                shard.view.decoupled_grad = raw

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ from .self_check import check_built, check_internals
 from .validate import validate
 
 _FACTORY = "get_megatron_optimizer"
-_HOOKED = ("clip_grad_by_total_norm_fp32", "count_zeros_fp32")
+_CLIP = "clip_grad_by_total_norm_fp32"
 
 
 class _Replacement:
@@ -49,50 +49,19 @@ class OffloadedFactory(_Replacement):
         return build_offloaded_optimizer(self.config, self.stock, *args, **kwargs)
 
 
-class _Hook(_Replacement):
-    """Stands for a function over parameters; knows which optimizers are ours, all others get ``stock``."""
+class ClipHook(_Replacement):
+    """Stands for ``clip_grad_by_total_norm_fp32``: our optimizers remember the coefficient, others get ``stock``."""
 
     def __init__(self, stock: "Callable[..., Any]"):
         super().__init__(stock)
         self.owners: "weakref.WeakSet[MLPDistributedOptimizer]" = weakref.WeakSet()
 
-    def owners_of(self, views: "Iterable[torch.Tensor]") -> "list[MLPDistributedOptimizer]":
-        """Our optimizers that own ``views``, in order; empty when none is ours.
-
-        Raises:
-            SelfCheckError: some views are ours and some are not.
-        """
-        found: "list[MLPDistributedOptimizer | None]" = []
-        for view in views:
-            if not found or found[-1] is None or not found[-1].owns(view):
-                owner = next((o for o in self.owners if o.owns(view)), None)
-                if not found or owner is not found[-1]:
-                    found.append(owner)
-        if None in found and len(found) > 1:
-            raise SelfCheckError(
-                f"{self.__name__} got parameters of offloaded and of other optimizers in one call; train with one kind"
-            )
-        return [owner for owner in found if owner is not None]
-
-
-class _ClipHook(_Hook):
     def __call__(self, parameters, max_norm, total_norm, use_decoupled_grad=False):
         views = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        owners = self.owners_of(views)
-        if not owners:
+        owner = next((owner for owner in self.owners if views and owner.owns(views[0])), None)
+        if owner is None:
             return self.stock(views, max_norm, total_norm, use_decoupled_grad)
-        coefficient = clip_coefficient(max_norm, total_norm)
-        for owner in owners:
-            owner.remember_clip([view for view in views if owner.owns(view)], coefficient)
-
-
-class _ZeroCountHook(_Hook):
-    def __call__(self, parameters, *args, **kwargs):
-        views = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        owners = self.owners_of(views)
-        if not owners:
-            return self.stock(views, *args, **kwargs)
-        return self.stock((view for owner in owners for view in owner.views_for_zero_count()), *args, **kwargs)
+        owner.remember_clip(views, clip_coefficient(max_norm, total_norm))
 
 
 class _Resources:
@@ -117,7 +86,7 @@ def install(config: OffloadConfig) -> None:
         current = OffloadedFactory(current)
         _replace_everywhere(current.stock, current)
     current.config = config
-    _install_hooks()
+    _install_clip_hook()
 
 
 def uninstall() -> None:
@@ -125,10 +94,9 @@ def uninstall() -> None:
     current = getattr(factory_module, _FACTORY)
     if isinstance(current, OffloadedFactory):
         _replace_everywhere(current, current.stock)
-    for name in _HOOKED:
-        hook = getattr(stock_module, name)
-        if isinstance(hook, _Hook):
-            setattr(stock_module, name, hook.stock)
+    hook = getattr(stock_module, _CLIP)
+    if isinstance(hook, ClipHook):
+        setattr(stock_module, _CLIP, hook.stock)
 
 
 def build_offloaded_optimizer(
@@ -154,7 +122,7 @@ def build_offloaded_optimizer(
             )
     validate(call["config"], *(chunk.ddp_config for chunk in chunks))
     check_internals()
-    _install_hooks()
+    clip_hook = _install_clip_hook()
     with _class_replaced():
         built = stock_get_megatron_optimizer(*args, **kwargs)
     parts = [
@@ -164,8 +132,7 @@ def build_offloaded_optimizer(
         raise SelfCheckError(
             f"{type(built).__name__} was built without the offloaded optimizer; use --optimizer-offload none"
         )
-    for name in _HOOKED:
-        getattr(stock_module, name).owners.update(parts)
+    clip_hook.owners.update(parts)
     _start(config, parts)
     return built
 
@@ -194,7 +161,7 @@ def _start(config: OffloadConfig, parts: "list[MLPDistributedOptimizer]") -> Non
     for part in parts:
         if part.shards:
             check_built(part)
-            expert = any(group["is_expert_parallel"] for group in part.param_groups)
+            expert = any(group.get("is_expert_parallel") for group in part.param_groups)
             kind = "expert" if expert else "dense"
             count = sum(name.startswith(kind) for name in spaces)
             spaces[kind if count == 0 else f"{kind}{count}"] = part
@@ -204,18 +171,18 @@ def _start(config: OffloadConfig, parts: "list[MLPDistributedOptimizer]") -> Non
     weights = [shard.weight for part in spaces.values() for shard in part.shards]
     largest = min(config.subgroup_size, sum(weight.numel() for weight in weights))
     resources = _Resources()
-    kernel = AdamKernel(config.update_threads or default_threads(context.local_rank_count), config.adam_variant)
-    resources.stack.callback(kernel.close)
-    pipeline = StepPipeline(
-        config,
-        spaces={name: [shard.numel for shard in part.shards] for name, part in spaces.items()},
-        rank=context,
-        reserved_bytes=staging_bytes(weights, largest, 4),
-        pin=pin_memory if weights[0].is_cuda else None,
-        on_progress=_progress_line() if context.rank == 0 else None,
-    )
-    resources.stack.callback(pipeline.close)
     try:
+        kernel = AdamKernel(config.update_threads or default_threads(context.local_rank_count), config.adam_variant)
+        resources.stack.callback(kernel.close)
+        pipeline = StepPipeline(
+            config,
+            spaces={name: [shard.numel for shard in part.shards] for name, part in spaces.items()},
+            rank=context,
+            reserved_bytes=staging_bytes(weights, largest, 4),
+            pin=pin_memory if weights[0].is_cuda else None,
+            on_progress=_progress_line() if context.rank == 0 else None,
+        )
+        resources.stack.callback(pipeline.close)
         for name, part in spaces.items():
             part.start(pipeline, name, kernel, resources)
         pipeline.initialize(lambda space, subgroup, view: spaces[space].fill(subgroup, view))
@@ -250,10 +217,12 @@ def _class_replaced() -> "Iterator[None]":
         factory_module.DistributedOptimizer = stock
 
 
-def _install_hooks() -> None:
-    for name, hook in zip(_HOOKED, (_ClipHook, _ZeroCountHook)):
-        if not isinstance(getattr(stock_module, name), _Hook):
-            setattr(stock_module, name, hook(getattr(stock_module, name)))
+def _install_clip_hook() -> ClipHook:
+    current = getattr(stock_module, _CLIP)
+    if not isinstance(current, ClipHook):
+        current = ClipHook(current)
+        setattr(stock_module, _CLIP, current)
+    return current
 
 
 def _replace_everywhere(old: "Callable[..., Any]", new: "Callable[..., Any]") -> None:

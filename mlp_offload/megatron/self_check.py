@@ -17,7 +17,6 @@ PRECISION_AWARE = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
 # Overridden, replaced or called: (owner, function, parameters that it must have).
 _FUNCTIONS: "tuple[tuple[Any, str, tuple[str, ...]], ...]" = (
     (optimizer, "clip_grad_by_total_norm_fp32", ("parameters", "max_norm", "total_norm", "use_decoupled_grad")),
-    (optimizer, "count_zeros_fp32", ("parameters", "use_decoupled_grad")),
     (factory_module, "get_megatron_optimizer", ("config", "model_chunks")),
     (DistributedOptimizer, "_copy_model_grads_to_main_grads", ()),
     (DistributedOptimizer, "_unscale_main_grads_and_check_for_nan", ()),

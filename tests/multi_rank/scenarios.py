@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 DYNAMIC = {"initial_loss_scale": 2.0**24, "hysteresis": 1}  # overflows fp16 a few times, then settles
+RISING = {"initial_loss_scale": 2.0**10, "loss_scale_window": 2}  # doubles at every second step
 CONSTANT = {"loss_scale": 1000.0}  # no power of two: unscaling rounds
 
 
@@ -16,8 +17,8 @@ def _resume(saved_by: str, loaded_by: str, format: str, **layout: Any) -> "dict[
     return {"kind": "resume", "saved_by": saved_by, "loaded_by": loaded_by, "format": format, "layout": layout}
 
 
-def _reload(from_state_dict: bool) -> "dict[str, Any]":
-    return {"kind": "reload", "from_state_dict": from_state_dict, "layout": {}}
+def _reload(from_state_dict: bool, **layout: Any) -> "dict[str, Any]":
+    return {"kind": "reload", "from_state_dict": from_state_dict, "layout": layout}
 
 
 def _unhooked(function: str) -> "dict[str, Any]":
@@ -45,6 +46,7 @@ LAYOUTS: "dict[int, dict[str, dict[str, Any]]]" = {
         "two norm groups": _compare(norm_group=True),
         "reload": _reload(from_state_dict=False),
         "reload from state_dict": _reload(from_state_dict=True),
+        "reload, one subgroup": _reload(from_state_dict=False, trainable="one bias"),
         **{f"unhooked {function}": _unhooked(function) for function in HOOKS},
     },
     2: {
@@ -71,5 +73,6 @@ CHECKPOINTS: "dict[str, dict[str, Any]]" = {
     "stock to ours, fully_reshardable": _resume("stock", "ours", "fully_reshardable"),
     "ours to stock, fully_reshardable": _resume("ours", "stock", "fully_reshardable"),
     "experts, ours to ours": _resume("ours", "ours", "dp_reshardable", ep=2, experts=4),
+    "fp16 dynamic, ours to ours": _resume("ours", "ours", "dp_reshardable", **_FP16, optimizer=RISING),
     "fp16, ours to stock": _resume("ours", "stock", "dp_reshardable", **_FP16, optimizer=CONSTANT),
 }
