@@ -262,5 +262,5 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
     except OSError as error:
         log.warning("path '%s': cannot remove %s: %s", path.parent.parent, path, error.strerror)
-    with contextlib.suppress(OSError):  # other ranks' files are in it, or it is gone
+    with suppress(OSError):  # other ranks' files are in it, or it is gone
         path.parent.rmdir()
