@@ -93,7 +93,7 @@ def prepare(out: Path, vocab_size: int, console: Console) -> "dict[str, int | st
     if summary_file.is_file():
         summary = json.loads(summary_file.read_text())
         if made_by.items() <= summary.items():
-            console.print(f"text: reusing {summary['token_count']:,} tokens in {out}")
+            console.print(f"text: reusing {summary['token_count']:,} tokens in {out}", soft_wrap=True)
             return summary
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".prepare-") as scratch:

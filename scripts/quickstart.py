@@ -157,8 +157,10 @@ def train(console: Console, run: Path, name: str, ranks: int, arguments: "list[s
     if process.returncode != 0:
         lines = log.read_text(errors="replace").splitlines()
         told = [line for line in lines if line.startswith("mlp-offload: rank")]
-        console.print("\n".join(told or lines[-30:]), markup=False)
-        console.print(f"[red]the {name} run ended with status {process.returncode}[/]; all of its output: {log}")
+        console.print("\n".join(told or lines[-30:]), markup=False, soft_wrap=True)
+        console.print(
+            f"[red]the {name} run ended with status {process.returncode}[/]; all of its output: {log}", soft_wrap=True
+        )
         raise SystemExit(1)
     return time.monotonic() - begin
 
