@@ -118,7 +118,7 @@ def show(console: Console, verdict: Verdict, run: Path, seconds: "dict[str, floa
         table.add_row(*row)
     console.print(table)
     for complaint in verdict.complaints:
-        console.print(f"[red]not good:[/] {complaint}")
+        console.print(f"[red]not good:[/] {complaint}", soft_wrap=True)
     console.print(f"identical to stock: {'yes' if verdict.all_identical else 'no'}")
     summary = dict(rows(verdict, seconds)) | {"complaints": verdict.complaints}
     (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")

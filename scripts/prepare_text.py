@@ -88,12 +88,12 @@ def write_dataset(texts: "list[str]", tokenizer: Tokenizer, prefix: Path, consol
 
 def prepare(out: Path, vocab_size: int, console: Console) -> "dict[str, int | str]":
     """Make ``out`` in one rename, or reuse it if the same Python and vocabulary size made it."""
-    made_by = {"python": platform.python_version(), "vocab_size": vocab_size}
+    made_by = {"python": platform.python_version(), "vocab_size": vocab_size, "left_out": sorted(LEFT_OUT)}
     summary_file = out / "summary.json"
     if summary_file.is_file():
         summary = json.loads(summary_file.read_text())
         if made_by.items() <= summary.items():
-            console.print(f"text: reusing {summary['token_count']:,} tokens in {out}")
+            console.print(f"text: reusing {summary['token_count']:,} tokens in {out}", soft_wrap=True)
             return summary
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".prepare-") as scratch:

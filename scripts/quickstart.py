@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -85,7 +86,7 @@ def quickstart(iterations: int, paths: "list[str] | None") -> int:
     arguments = [
         *MODEL.split(),
         *TRAINING.split(),
-        *data_arguments(data, work, summary),
+        *data_arguments(data, summary),
         "--train-iters",
         str(iterations),
     ]
@@ -116,10 +117,13 @@ def default_paths(work: Path) -> "list[str]":
     return [str(p) for p in paths]
 
 
-def data_arguments(data: Path, work: Path, summary: "dict[str, int | str]") -> "list[str]":
-    """Megatron's flags for the tokens that prepare_text.py wrote."""
+def data_arguments(data: Path, summary: "dict[str, int | str]") -> "list[str]":
+    """Megatron's flags for the tokens that prepare_text.py wrote.
+
+    Megatron's cache of sample indices knows the data by its path only, so it lies beside the data and goes with it.
+    """
     return [
-        *("--data-path", str(data / str(summary["dataset"])), "--data-cache-path", str(work / "data-cache")),
+        *("--data-path", str(data / str(summary["dataset"])), "--data-cache-path", str(data / "cache")),
         *("--tokenizer-type", "NullTokenizer", "--vocab-size", str(summary["vocab_size"])),
         *("--null-tokenizer-eod-id", str(summary["eod_id"])),
     ]
@@ -156,9 +160,11 @@ def train(console: Console, run: Path, name: str, ranks: int, arguments: "list[s
                 process.wait()
     if process.returncode != 0:
         lines = log.read_text(errors="replace").splitlines()
-        told = [line for line in lines if line.startswith("mlp-offload: rank")]
-        console.print("\n".join(told or lines[-30:]), markup=False)
-        console.print(f"[red]the {name} run ended with status {process.returncode}[/]; all of its output: {log}")
+        told = [line for line in lines if re.match(r"mlp-offload: rank|\w*(Error|Exception)\b", line)]
+        console.print("\n".join(told or lines[-30:]), markup=False, soft_wrap=True)
+        console.print(
+            f"[red]the {name} run ended with status {process.returncode}[/]; all of its output: {log}", soft_wrap=True
+        )
         raise SystemExit(1)
     return time.monotonic() - begin
 
