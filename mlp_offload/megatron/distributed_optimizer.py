@@ -291,7 +291,8 @@ class MLPDistributedOptimizer(DistributedOptimizer):
         self._loading = True
         try:
             getattr(self, loaders[sharding_type])(param_state)
-            self._states.flush()
+            if self._states is not None:  # this rank owns shards
+                self._states.flush()
         finally:
             self._loading = False
 

@@ -72,6 +72,7 @@ CHECKPOINTS: "dict[str, dict[str, Any]]" = {
     "ours to stock, fully_reshardable, overlapped": _resume("ours", "stock", "fully_reshardable", overlap=True),
     "stock to ours, fully_reshardable": _resume("stock", "ours", "fully_reshardable"),
     "ours to stock, fully_reshardable": _resume("ours", "stock", "fully_reshardable"),
+    "a rank owns nothing": _resume("ours", "ours", "fully_reshardable", trainable="one bias"),
     "experts, ours to ours": _resume("ours", "ours", "dp_reshardable", ep=2, experts=4),
     "fp16 dynamic, ours to ours": _resume("ours", "ours", "dp_reshardable", **_FP16, optimizer=RISING),
     "fp16, ours to stock": _resume("ours", "stock", "dp_reshardable", **_FP16, optimizer=CONSTANT),
