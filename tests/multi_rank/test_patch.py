@@ -31,7 +31,7 @@ runpy.run_module("mlp_offload.megatron.pretrain_gpt", run_name="__main__", alter
 @pytest.fixture
 def tree(tmp_path):
     """A copy of the installed Megatron."""
-    installed = Path(next(iter(importlib.util.find_spec("megatron").submodule_search_locations)))
+    installed = Path(importlib.util.find_spec("megatron.core").origin).parent.parent
     shutil.copytree(installed, tmp_path / "source" / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path / "source"
 
