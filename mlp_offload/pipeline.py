@@ -108,11 +108,10 @@ class StepPipeline:
                 for subgroup in subgroups:
                     index = self._first[space] + subgroup.index
                     lease = self._take_buffer()
+                    tiers.keep(index, lease, 0)
                     lease.array(0, lease.nbytes // 4).fill(0)
                     fill(space, subgroup, tiers.view(index, lease))
-                    if index in tiers.residency.residents:
-                        tiers.keep(index, lease, 0)
-                    else:
+                    if index not in tiers.residency.residents:
                         home = tiers.homes[index]
                         tiers.start_flush(index, lease, home, 0)
                         advance(tiers.files[home].slot_bytes)
@@ -226,7 +225,9 @@ class StepPipeline:
     def read(self, space: str, subgroup: Subgroup) -> "Iterator[StateView]":
         """The state of one subgroup, to read; valid inside the ``with`` block."""
         self._check_usable()
-        with self.tiers.borrow(self._first[space] + subgroup.index, write_back=False) as view:
+        with contextlib.ExitStack() as borrowed:
+            with self._stop_on_error(f"reading subgroup {subgroup.index} of {space}"):
+                view = borrowed.enter_context(self.tiers.borrow(self._first[space] + subgroup.index, write_back=False))
             yield view
 
     @contextlib.contextmanager

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -211,11 +212,14 @@ class Tiers:
         if lease is None:
             raise OffloadError(f"no free buffer to read subgroup {index}: another one is still borrowed")
         self.land_fetch(self.start_fetch(index, lease))
-        yield self.view(index, lease)
         if write_back:
+            yield self.view(index, lease)
             self.start_flush(index, lease, entry.path, entry.step)
             self.settle()
-        else:
+            return
+        try:
+            yield self.view(index, lease)
+        finally:  # the slot still holds the same bytes
             entry.where, entry.lease = Where.STORED, None
             lease.release()
 
@@ -357,9 +361,21 @@ def fill_slots(tiers: Tiers, progress: "Callable[[int], None]") -> None:
     """
     if not tiers.files:
         return
+    ended = threading.Event()
+
+    def go_on(nbytes: int) -> None:
+        if ended.is_set():
+            raise OffloadError("another path failed while this one was filled")
+        progress(nbytes)
+
     with ThreadPoolExecutor(len(tiers.files), "mlp-offload-fill") as threads:
-        for done in [threads.submit(file.write_all_slots, progress) for file in tiers.files]:
-            done.result()
+        try:
+            for done in as_completed([threads.submit(file.write_all_slots, go_on) for file in tiers.files]):
+                done.result()
+        except BaseException as error:  # nobody waits for the other paths, which may have minutes to go
+            ended.set()
+            tiers.hung |= isinstance(error, PathTimeoutError)
+            raise
 
 
 def _host_memory(config: OffloadConfig, rank: RankContext) -> int:

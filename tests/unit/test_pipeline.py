@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlp_offload.config import OffloadConfig
-from mlp_offload.errors import ConfigError, OffloadError
+from mlp_offload.errors import ConfigError, OffloadError, PathIOError
 from mlp_offload.pipeline import StepPipeline
 from mlp_offload.tiers import Where
 
@@ -201,3 +201,57 @@ def test_progress_reaches_the_end(tmp_path):
     pipeline.initialize(fill)
     pipeline.close()
     assert calls[-1][0] == calls[-1][1] and [done for done, _ in calls] == sorted(done for done, _ in calls)
+
+
+def test_reading_can_be_broken_off_without_losing_a_buffer(make):
+    pipeline = make(3, spaces={"dense": [300 * 6]})
+    pipeline.initialize(fill)
+    free = pipeline.tiers.pool.free_count
+    for subgroup in pipeline.subgroups["dense"]:
+        with pytest.raises(KeyError), pipeline.read("dense", subgroup):
+            raise KeyError("in the reader")
+    assert pipeline.tiers.pool.free_count == free
+    pipeline.step("dense", Adds(1))
+    check(pipeline, "dense", 1)
+
+
+def test_a_read_that_meets_broken_storage_ends_the_use_of_the_state(make):
+    pipeline = make(3, spaces={"dense": [300 * 6]})
+    pipeline.initialize(fill)
+    lost = next(i for i, entry in enumerate(pipeline.tiers.table) if entry.where is Where.STORED)
+    os.truncate(pipeline.tiers.files[pipeline.tiers.table[lost].path].path, 0)
+    with pytest.raises(PathIOError, match=f"only copy of subgroup {lost}"):
+        pipeline.read("dense", pipeline.subgroups["dense"][lost]).__enter__()
+    with pytest.raises(OffloadError, match="no longer be used: reading subgroup"):
+        pipeline.step("dense", Adds(1))
+
+
+def test_an_error_while_the_state_is_made_gives_all_memory_back(make, caplog):
+    pipeline = make(4)
+
+    def fails(space, subgroup, view):
+        if subgroup.index == 2:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        pipeline.initialize(fails)
+    pipeline.close()
+    assert not caplog.records
+
+
+def test_an_error_on_one_path_stops_the_filling_of_the_others(make, tmp_path):
+    calls = []
+
+    def progress(done, total):
+        calls.append(done)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        time.sleep(0.02)
+
+    pipeline = make(4, spaces={"dense": [2**20] * 40}, subgroup_size=2**20, host_memory=4 * 12 * 2**20)
+    pipeline._on_progress = progress
+    blocks = pipeline.tiers.files[1].nbytes // (8 * 2**20)
+    assert blocks > 25
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.initialize(fill)
+    assert len(calls) < blocks / 2
