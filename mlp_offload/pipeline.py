@@ -246,7 +246,7 @@ class StepPipeline:
             return
         if self._broken is None:
             with contextlib.suppress(OffloadError):
-                self.tiers.settle()
+                self.tiers.settle_before_close()
         self._publish(everything=True)
         self._broken = self._broken or "it was closed"
         self.tiers.close()

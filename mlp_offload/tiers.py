@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 _RECORD_ALIGNMENT = 4096
 """Records begin and end on this many bytes: what direct I/O asks for on nearly every file system."""
 
+CLOSE_SECONDS = 30.0
+"""How long ``close`` waits for storage calls that are under way."""
+
 
 @dataclass(frozen=True)
 class RankContext:
@@ -185,6 +188,13 @@ class Tiers:
         while self.flushes:
             self._land_flush(self.flushes[0])
 
+    def settle_before_close(self) -> None:
+        """Land what is done within ``CLOSE_SECONDS``: nobody will use the state again, so nothing more is worth a wait."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for flight in self.flushes:
+            self.hung |= not flight.future.wait(deadline - time.monotonic())
+        self.reap()
+
     def wait_any(self, flights: Sequence[Flight]) -> None:
         """Sleep until one of ``flights`` is done; warns of, and gives up on, a storage call that hangs."""
         oldest, begin, warned = flights[0].future, time.monotonic(), False
@@ -225,13 +235,10 @@ class Tiers:
 
     def close(self) -> None:
         """Remove the state files and give the memory back. Safe to call twice and after errors."""
-        stuck = False
         # Whoever gave up on a call that hangs must not wait for it here again.
-        patience_seconds = 1.0 if self.hung else 30.0
-        for file in self.files:
-            stuck |= not file.close(patience_seconds)
-        self.files = []
-        if stuck:  # memory that the kernel may still write to is never given back
+        deadline = time.monotonic() + (0.0 if self.hung else CLOSE_SECONDS)
+        self.files = [file for file in self.files if not file.close(max(1.0, deadline - time.monotonic()))]
+        if self.files:  # memory that the kernel may still write to is never given back
             return
         leases = [flight.lease for flight in self.fetches]
         leases += [entry.lease for entry in self.table if entry.lease is not None]
@@ -270,7 +277,7 @@ class Tiers:
 
     def _result(self, flight: Flight) -> "int | None":
         try:
-            return flight.future.result(self.config.warn_seconds, self.config.timeout_seconds)
+            return flight.future.result()
         except PathTimeoutError:
             self.hung = True
             raise
@@ -347,6 +354,8 @@ def _make_files(tiers: Tiers, streamed: "list[int]", slot_bytes: int, rank: Rank
                 threads=config.threads,
                 iodepth=config.iodepth,
                 block_size=config.block_size,
+                warn_seconds=config.warn_seconds,
+                timeout_seconds=config.timeout_seconds,
             )
             tiers.files.append(file)
             file.engine.register_buffers(*tiers.pool.region, keepalive=tiers.pool)
