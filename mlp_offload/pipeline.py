@@ -92,7 +92,8 @@ class StepPipeline:
             CapacityError, PathIOError: the state files are removed by ``close``.
         """
         tiers = self.tiers
-        total = sum(file.nbytes + tiers.homes_on(i) * file.slot_bytes for i, file in enumerate(tiers.files))
+        homes = list(tiers.homes.values())
+        total = sum(file.nbytes + homes.count(i) * file.slot_bytes for i, file in enumerate(tiers.files))
         done_bytes, lock = 0, threading.Lock()
 
         def advance(nbytes: int) -> None:

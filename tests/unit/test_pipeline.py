@@ -10,6 +10,8 @@ import pytest
 from mlp_offload.config import OffloadConfig
 from mlp_offload.errors import ConfigError, OffloadError, PathIOError
 from mlp_offload.pipeline import StepPipeline
+from mlp_offload.storage import statefile
+from mlp_offload.storage.engine import direct_supported
 from mlp_offload.tiers import Where
 
 RECORD_BYTES = 4096  # of a subgroup of up to 336 elements
@@ -255,3 +257,23 @@ def test_an_error_on_one_path_stops_the_filling_of_the_others(make, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         pipeline.initialize(fill)
     assert len(calls) < blocks / 2
+
+
+@pytest.mark.parametrize("alignment", [512, 65536])
+def test_paths_may_ask_for_different_alignments(make, monkeypatch, alignment):
+    """No file system here asks for more than 4096 bytes: what the probe says of one path is raised, the engine insists."""
+
+    def probe(directory):
+        found = direct_supported(directory)
+        return found._replace(alignment=alignment) if directory.parent.name == "b" else found
+
+    monkeypatch.setattr(statefile, "direct_supported", probe)
+    pipeline = make(4)
+    assert pipeline.tiers.files[1].alignment == alignment
+    pipeline.initialize(fill)
+    for _ in range(3):
+        for space in pipeline.subgroups:
+            record = pipeline.step(space, Adds(1))
+            assert record.fetch_count > 0 and len(record.bytes_read) == 2
+    check(pipeline, "dense", 3)
+    check(pipeline, "expert", 3)
