@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -19,7 +21,10 @@ from .plan.subgroups import Segment
 from .telemetry import StepRecord
 from .tiers import RankContext, StateView
 from .transfers import staging_bytes
+from .units import format_bytes
 from .updates import AdamWork
+
+log = logging.getLogger(__name__)
 
 _SPACE = "params"
 
@@ -250,9 +255,21 @@ class OffloadedAdamW(torch.optim.Optimizer):
             _close(self._pipeline, self._kernel)
 
 
-def pin_memory(address: int, nbytes: int) -> bool:
-    """Pin host memory for the current CUDA device; False when the limit is hit, then copies are slower."""
-    return torch.cuda.cudart().cudaHostRegister(address, nbytes, 0) == torch.cuda.cudart().cudaError.success
+def pin_memory(address: int, nbytes: int) -> "Callable[[], object] | None":
+    """Pin host memory for CUDA and give what undoes it; where that is refused one warning, None, and slower copies."""
+    runtime = torch.cuda.cudart()
+    error = runtime.cudaHostRegister(address, nbytes, 0)
+    if error == runtime.cudaError.success:
+        return lambda: runtime.cudaHostUnregister(address)
+    log.warning(
+        "host memory: CUDA does not pin the %s of state buffers (%s); going on without, copies to and from them are slower",
+        format_bytes(nbytes),
+        runtime.cudaGetErrorString(error),
+    )
+    # The runtime keeps the error for whoever looks next, which would be an innocent kernel: look now, with one of ours.
+    with contextlib.suppress(RuntimeError, AssertionError):
+        torch.zeros(1, device="cuda")
+    return None
 
 
 def _close(pipeline: "StepPipeline | None", kernel: AdamKernel) -> None:

@@ -1,5 +1,6 @@
 """The step pipeline with work that can be followed by eye: each update adds its step number to every element."""
 
+import ctypes
 import json
 import os
 import time
@@ -277,3 +278,25 @@ def test_paths_may_ask_for_different_alignments(make, monkeypatch, alignment):
             assert record.fetch_count > 0 and len(record.bytes_read) == 2
     check(pipeline, "dense", 3)
     check(pipeline, "expert", 3)
+
+
+def test_pinned_memory_is_unpinned_before_it_is_unmapped(tmp_path):
+    config = OffloadConfig(paths=str(tmp_path), subgroup_size=300, host_memory=4 * RECORD_BYTES)
+    pinned = []
+
+    def pin(address, nbytes):
+        pinned.append((address, nbytes))
+        return lambda: pinned.remove(pipeline.tiers.pool.region) or ctypes.string_at(address, nbytes)
+
+    pipeline = StepPipeline(config, {"dense": [3000]}, pin=pin)
+    assert pinned == [pipeline.tiers.pool.region]
+    pipeline.close()
+    assert not pinned
+    pipeline.close()
+
+
+def test_an_error_in_pinning_leaves_nothing_behind(tmp_path):
+    config = OffloadConfig(paths=str(tmp_path), subgroup_size=300, host_memory=4 * RECORD_BYTES)
+    with pytest.raises(ZeroDivisionError):
+        StepPipeline(config, {"dense": [3000]}, pin=lambda address, nbytes: 1 // 0)
+    assert not list(tmp_path.iterdir())
