@@ -353,7 +353,7 @@ def _convert(f: "dataclasses.Field[Any]", value: Any) -> Any:
             number = float(value) if not isinstance(value, bool) else float("nan")
         except (TypeError, ValueError):
             number = float("nan")
-        if number != number or (kind == "int" and number != int(number)):
+        if number != number or (kind == "int" and not number.is_integer()):
             raise ConfigError(f"{name} {value!r}: must be {'a whole number' if kind == 'int' else 'a number'}")
         value = int(number) if kind == "int" else number
     elif kind == "choice" and value not in f.metadata["choices"]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -18,7 +21,10 @@ from .plan.subgroups import Segment
 from .telemetry import StepRecord
 from .tiers import RankContext, StateView
 from .transfers import staging_bytes
+from .units import format_bytes
 from .updates import AdamWork
+
+log = logging.getLogger(__name__)
 
 _SPACE = "params"
 
@@ -27,7 +33,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
     """AdamW with fp32 master weights and moments on tiers, for fp32, bf16 and fp16 parameters.
 
     Each parameter has its own step count, as in ``torch.optim.AdamW``; one without a gradient is left alone. A
-    parameter that was changed by other hands (``model.load_state_dict``) since the last step counts as the truth.
+    parameter that was changed by other hands (``model.load_state_dict``) since the last step counts as the truth; where
+    it is still what its master rounds to, the master stays. A change in place through ``p.data`` is not seen, as
+    autograd does not see it either.
 
     Args:
         params: parameters or groups, as for ``torch.optim.AdamW``; contiguous, all on one device.
@@ -63,31 +71,23 @@ class OffloadedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             check_adam_options(**group)
         self._params: "list[torch.Tensor]" = [p for group in self.param_groups for p in group["params"]]
-        devices = {p.device for p in self._params}
-        if len(devices) > 1:
-            raise ConfigError(
-                f"OffloadedAdamW takes parameters on one device; these are on {sorted(map(str, devices))}"
-            )
-        for i, p in enumerate(self._params):
-            if not p.is_contiguous():
-                raise ConfigError(
-                    f"parameter {i} of shape {tuple(p.shape)} has strides {p.stride()}; make it contiguous first"
-                )
+        self._numels = [p.numel() for p in self._params]
+        weights = self._flat_weights()
         rank = rank or _rank_from_torchrun()
         self._steps = [0] * len(self._params)
         self._versions = [p._version for p in self._params]
-        subgroup_numel = min(config.subgroup_size, max(1, sum(p.numel() for p in self._params)))
+        self._subgroup_numel = min(config.subgroup_size, max(1, sum(self._numels)))
         threads = config.update_threads or default_threads(rank.local_rank_count)
         self._kernel = AdamKernel(threads, config.adam_variant)
-        weights = [p.detach().view(-1) for p in self._params]
         try:
-            self._work = AdamWork(self._kernel, weights, subgroup_numel)
+            self._work = AdamWork(self._kernel, weights, self._subgroup_numel)
+            self._addresses = [weight.data_ptr() for weight in weights]
             self._pipeline = StepPipeline(
                 config,
-                {_SPACE: [p.numel() for p in self._params]},
+                {_SPACE: self._numels},
                 rank,
                 name=name,
-                reserved_bytes=staging_bytes(weights, subgroup_numel, 4),
+                reserved_bytes=staging_bytes(weights, self._subgroup_numel, 4),
                 pin=pin_memory if weights and weights[0].is_cuda else None,
                 on_progress=on_progress,
             )
@@ -129,7 +129,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 stepped.append(i)
         if not stepped:
             return loss
-        stale = [i for i, p in enumerate(self._params) if p._version != self._versions[i]]
+        stale = self._stale()
         self._work.begin(gradients, scalars, group_index, stale)
         self.last_record = self._pipeline.step(_SPACE, self._work)
         self._work.end()
@@ -150,8 +150,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 names = ["exp_avg", "exp_avg_sq"] + (["main_param"] if p.dtype != torch.float32 else [])
                 state[i] = {name: torch.zeros(p.shape, dtype=torch.float32) for name in names}
                 state[i]["step"] = torch.tensor(float(self._steps[i]))
+        stale = self._stale()
         for subgroup in self._pipeline.subgroups[_SPACE]:
             with self._pipeline.read(_SPACE, subgroup) as view:
+                self._work.refresh(subgroup, view, stale)
                 for segment in subgroup.segments:
                     for name, tensor in state.get(segment.shard, {}).items():
                         if name != "step":
@@ -172,7 +174,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         Raises:
             ConfigError: groups or shapes do not fit; nothing is changed.
         """
-        saved, state = state_dict["param_groups"], state_dict["state"]
+        saved, state = copy.deepcopy(state_dict["param_groups"]), state_dict["state"]
         sizes = [len(group["params"]) for group in saved]
         if sizes != [len(group["params"]) for group in self.param_groups]:
             raise ConfigError(
@@ -193,6 +195,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 raise ConfigError(
                     f"state_dict: parameter {i} has {sorted(entry)}; step, exp_avg and exp_avg_sq are needed"
                 )
+        self._stale()
         for subgroup in self._pipeline.subgroups[_SPACE]:
             with self._pipeline.modify(_SPACE, subgroup) as view:
                 self._work.load_weights(subgroup, view)
@@ -207,6 +210,34 @@ class OffloadedAdamW(torch.optim.Optimizer):
             group.update({k: v for k, v in other.items() if k != "params"})
         self._steps = [int(entry["step"]) if entry else 0 for entry in entries]
         self._versions = [p._version for p in self._params]
+
+    def _flat_weights(self) -> "list[torch.Tensor]":
+        devices = {p.device for p in self._params}
+        if len(devices) > 1:
+            raise ConfigError(
+                f"OffloadedAdamW takes parameters on one device; these are on {sorted(map(str, devices))}"
+            )
+        for i, p in enumerate(self._params):
+            if not p.is_contiguous():
+                raise ConfigError(
+                    f"parameter {i} of shape {tuple(p.shape)} has strides {p.stride()}; make it contiguous first"
+                )
+            if p.numel() != self._numels[i]:
+                raise ConfigError(
+                    f"parameter {i} has {p.numel()} elements now; its state has {self._numels[i]}: make a new optimizer"
+                )
+        return [p.detach().view(-1) for p in self._params]
+
+    def _stale(self) -> "list[int]":
+        """Parameters that other hands changed since the last step; those that were given other memory are followed."""
+        moved = [i for i, p in enumerate(self._params) if p.data_ptr() != self._addresses[i]]
+        if moved:  # p.data = ..., as in module.to() or vector_to_parameters
+            weights = self._flat_weights()
+            self._work = AdamWork(self._kernel, weights, self._subgroup_numel)
+            self._addresses = [weight.data_ptr() for weight in weights]
+            for i in moved:
+                self._versions[i] = -1
+        return [i for i, p in enumerate(self._params) if p._version != self._versions[i]]
 
     def add_param_group(self, param_group: "dict[str, Any]") -> None:
         """Refused after construction: the state is laid out once, for all parameters."""
@@ -224,9 +255,21 @@ class OffloadedAdamW(torch.optim.Optimizer):
             _close(self._pipeline, self._kernel)
 
 
-def pin_memory(address: int, nbytes: int) -> bool:
-    """Pin host memory for the current CUDA device; False when the limit is hit, then copies are slower."""
-    return torch.cuda.cudart().cudaHostRegister(address, nbytes, 0) == torch.cuda.cudart().cudaError.success
+def pin_memory(address: int, nbytes: int) -> "Callable[[], object] | None":
+    """Pin host memory for CUDA and give what undoes it; where that is refused one warning, None, and slower copies."""
+    runtime = torch.cuda.cudart()
+    error = runtime.cudaHostRegister(address, nbytes, 0)
+    if error == runtime.cudaError.success:
+        return lambda: runtime.cudaHostUnregister(address)
+    log.warning(
+        "host memory: CUDA does not pin the %s of state buffers (%s); going on without, copies to and from them are slower",
+        format_bytes(nbytes),
+        runtime.cudaGetErrorString(error),
+    )
+    # The runtime keeps the error for whoever looks next, which would be an innocent kernel: look now, with one of ours.
+    with contextlib.suppress(RuntimeError, AssertionError):
+        torch.zeros(1, device="cuda")
+    return None
 
 
 def _close(pipeline: "StepPipeline | None", kernel: AdamKernel) -> None:

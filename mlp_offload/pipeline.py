@@ -44,7 +44,7 @@ class StepPipeline:
         rank: who we are on this node; names the state files and divides shared room.
         name: tells two optimizers of one process apart.
         reserved_bytes: host memory that the caller spends from the same budget (gradient staging).
-        pin: called with (address, nbytes) of the buffer pool, to pin it for a device.
+        pin: called with (address, nbytes) of the buffer pool, to pin it for a device; gives what undoes it, or None.
         on_progress: called with (bytes written so far, bytes in all) while the state is written at start-up.
 
     Raises:
@@ -59,7 +59,7 @@ class StepPipeline:
         *,
         name: str = "optimizer",
         reserved_bytes: int = 0,
-        pin: "Callable[[int, int], object] | None" = None,
+        pin: "Callable[[int, int], Callable[[], object] | None] | None" = None,
         on_progress: "Callable[[int, int], None] | None" = None,
     ):
         rank = rank or RankContext()
@@ -76,9 +76,13 @@ class StepPipeline:
         self._broken: "str | None" = None
         self._on_progress = on_progress
         self._pid = os.getpid()
-        self.tiers: Tiers = open_tiers(config, tuple(every), rank, name, reserved_bytes)
-        if pin is not None:
-            pin(*self.tiers.pool.region)
+        with contextlib.ExitStack() as undo:
+            if self._log is not None:
+                undo.callback(self._log.close)
+            self.tiers: Tiers = open_tiers(config, tuple(every), rank, name, reserved_bytes)
+            undo.callback(self.tiers.close)
+            self._unpin = pin(*self.tiers.pool.region) if pin is not None else None
+            undo.pop_all()
 
     # ---------------------------------------------------------------------------------- start-up
 
@@ -92,7 +96,8 @@ class StepPipeline:
             CapacityError, PathIOError: the state files are removed by ``close``.
         """
         tiers = self.tiers
-        total = sum(file.nbytes + tiers.homes_on(i) * file.slot_bytes for i, file in enumerate(tiers.files))
+        homes = list(tiers.homes.values())
+        total = sum(file.nbytes + homes.count(i) * file.slot_bytes for i, file in enumerate(tiers.files))
         done_bytes, lock = 0, threading.Lock()
 
         def advance(nbytes: int) -> None:
@@ -108,11 +113,10 @@ class StepPipeline:
                 for subgroup in subgroups:
                     index = self._first[space] + subgroup.index
                     lease = self._take_buffer()
+                    tiers.keep(index, lease, 0)
                     lease.array(0, lease.nbytes // 4).fill(0)
                     fill(space, subgroup, tiers.view(index, lease))
-                    if index in tiers.residency.residents:
-                        tiers.keep(index, lease, 0)
-                    else:
+                    if index not in tiers.residency.residents:
                         home = tiers.homes[index]
                         tiers.start_flush(index, lease, home, 0)
                         advance(tiers.files[home].slot_bytes)
@@ -226,7 +230,9 @@ class StepPipeline:
     def read(self, space: str, subgroup: Subgroup) -> "Iterator[StateView]":
         """The state of one subgroup, to read; valid inside the ``with`` block."""
         self._check_usable()
-        with self.tiers.borrow(self._first[space] + subgroup.index, write_back=False) as view:
+        with contextlib.ExitStack() as borrowed:
+            with self._stop_on_error(f"reading subgroup {subgroup.index} of {space}"):
+                view = borrowed.enter_context(self.tiers.borrow(self._first[space] + subgroup.index, write_back=False))
             yield view
 
     @contextlib.contextmanager
@@ -245,9 +251,12 @@ class StepPipeline:
             return
         if self._broken is None:
             with contextlib.suppress(OffloadError):
-                self.tiers.settle()
+                self.tiers.settle_before_close()
         self._publish(everything=True)
         self._broken = self._broken or "it was closed"
+        if self._unpin is not None:  # before the memory goes: its address may be given out again
+            self._unpin()
+            self._unpin = None
         self.tiers.close()
         if self._log is not None:
             self._log.close()

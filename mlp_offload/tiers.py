@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +31,10 @@ from .telemetry import StepRecord
 log = logging.getLogger(__name__)
 
 _RECORD_ALIGNMENT = 4096
-"""Records begin and end on this many bytes: what direct I/O asks for on nearly every file system."""
+"""Records begin and end on this many bytes, or more where a path asks for it: enough on nearly every file system."""
+
+CLOSE_SECONDS = 30.0
+"""How long ``close`` waits for storage calls that are under way."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +122,6 @@ class Tiers:
     flushes: "list[Flight]" = field(default_factory=list)
     hung: bool = False
 
-    def homes_on(self, path: int) -> int:
-        """How many subgroups live on a path."""
-        return sum(home == path for home in self.homes.values())
-
     # ------------------------------------------------------------------------------- one subgroup
 
     def view(self, index: int, lease: Lease) -> StateView:
@@ -130,7 +130,7 @@ class Tiers:
     def start_fetch(self, index: int, lease: Lease, record: "StepRecord | None" = None) -> Flight:
         """Begin to read a stored subgroup into ``lease``."""
         entry, file = self.table[index], self.files[self.table[index].path]
-        future = file.read(entry.slot, lease, self._transfer_bytes(index), checksum=self.config.checksums)
+        future = file.read(entry.slot, lease, self._transfer_bytes(index, entry.path), checksum=self.config.checksums)
         flight = Flight("fetch", index, entry.path, entry.slot, lease, future, entry.step, record)
         self.fetches.append(flight)
         return flight
@@ -150,7 +150,7 @@ class Tiers:
         if entry.checksum is not None and checksum is not None and checksum != entry.checksum:
             raise ChecksumError(
                 f"subgroup {flight.index} (step {entry.step}) on {file.path}, slot {flight.slot}, offset={file.offset(flight.slot)} "
-                f"bytes={self._transfer_bytes(flight.index)}: crc32c of the bytes read is {checksum:#010x}, of those written {entry.checksum:#010x}. "
+                f"bytes={self._transfer_bytes(flight.index, flight.path)}: crc32c of the bytes read is {checksum:#010x}, of those written {entry.checksum:#010x}. "
                 "The path returned other bytes than it was given: stop using it and restart from the last checkpoint."
             )
         self._account(flight)
@@ -163,7 +163,7 @@ class Tiers:
             path = max(range(len(self.files)), key=lambda i: self.files[i].free_count)
         file = self.files[path]
         slot = file.allocate()
-        future = file.write(slot, lease, self._transfer_bytes(index), checksum=self.config.checksums)
+        future = file.write(slot, lease, self._transfer_bytes(index, path), checksum=self.config.checksums)
         flight = Flight("flush", index, path, slot, lease, future, step, record)
         self.table[index].where, self.table[index].lease = Where.FLUSHING, lease
         self.flushes.append(flight)
@@ -183,6 +183,13 @@ class Tiers:
         """Wait until no flush is in flight."""
         while self.flushes:
             self._land_flush(self.flushes[0])
+
+    def settle_before_close(self) -> None:
+        """Land what is done within ``CLOSE_SECONDS``: nobody will use the state again, so nothing more is worth a wait."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for flight in self.flushes:
+            self.hung |= not flight.future.wait(deadline - time.monotonic())
+        self.reap()
 
     def wait_any(self, flights: Sequence[Flight]) -> None:
         """Sleep until one of ``flights`` is done; warns of, and gives up on, a storage call that hangs."""
@@ -211,28 +218,27 @@ class Tiers:
         if lease is None:
             raise OffloadError(f"no free buffer to read subgroup {index}: another one is still borrowed")
         self.land_fetch(self.start_fetch(index, lease))
-        yield self.view(index, lease)
         if write_back:
+            yield self.view(index, lease)
             self.start_flush(index, lease, entry.path, entry.step)
             self.settle()
-        else:
+            return
+        try:
+            yield self.view(index, lease)
+        finally:  # the slot still holds the same bytes
             entry.where, entry.lease = Where.STORED, None
             lease.release()
 
     def close(self) -> None:
         """Remove the state files and give the memory back. Safe to call twice and after errors."""
-        stuck = False
         # Whoever gave up on a call that hangs must not wait for it here again.
-        patience_seconds = 1.0 if self.hung else 30.0
-        for file in self.files:
-            stuck |= not file.close(patience_seconds)
-        self.files = []
-        if stuck:  # memory that the kernel may still write to is never given back
+        deadline = time.monotonic() + (0.0 if self.hung else CLOSE_SECONDS)
+        self.files = [file for file in self.files if not file.close(max(1.0, deadline - time.monotonic()))]
+        if self.files:  # memory that the kernel may still write to is never given back
             return
-        leases = [flight.lease for flight in self.fetches]
-        leases += [entry.lease for entry in self.table if entry.lease is not None]
-        for lease in leases:
-            lease.release()
+        for holder in (*self.fetches, *self.table):
+            if holder.lease is not None:
+                holder.lease.release()
         self.fetches, self.flushes, self.table = [], [], []
         self.pool.close()
 
@@ -266,7 +272,7 @@ class Tiers:
 
     def _result(self, flight: Flight) -> "int | None":
         try:
-            return flight.future.result(self.config.warn_seconds, self.config.timeout_seconds)
+            return flight.future.result()
         except PathTimeoutError:
             self.hung = True
             raise
@@ -275,16 +281,15 @@ class Tiers:
         if entry.slot >= 0:
             self.files[entry.path].free(entry.slot)
 
-    def _transfer_bytes(self, index: int) -> int:
-        alignment = max(file.alignment for file in self.files)
-        return _round_up(self.subgroups[index].record_bytes, max(alignment, _RECORD_ALIGNMENT))
+    def _transfer_bytes(self, index: int, path: int) -> int:
+        return _round_up(self.subgroups[index].record_bytes, max(self.files[path].alignment, _RECORD_ALIGNMENT))
 
     def _account(self, flight: Flight) -> None:
         if flight.record is None:
             return
         directory = self.directories[flight.path]
         moved = flight.record.bytes_read if flight.phase == "fetch" else flight.record.bytes_written
-        moved[directory] = moved.get(directory, 0) + self._transfer_bytes(flight.index)
+        moved[directory] = moved.get(directory, 0) + self._transfer_bytes(flight.index, flight.path)
         future = flight.future
         flight.record.add(flight.phase, flight.index, future.started_seconds, future.finished_seconds, directory)
 
@@ -304,49 +309,60 @@ def open_tiers(
     directories = [str(d) for d in check_directories([p.resolved_directory() for p in config.paths])]
     slot_bytes = _round_up(max((s.record_bytes for s in subgroups), default=1), _RECORD_ALIGNMENT)
     budget = _host_memory(config, rank) - reserved_bytes
-    staging_count = config.staging_count or 2 + 2 * len(directories)
-    residency = choose_residents(len(subgroups), slot_bytes, max(0, budget), staging_count)
+    wanted = config.staging_count or 2 + 2 * len(directories)
+    residency = choose_residents(len(subgroups), slot_bytes, max(0, budget), wanted)
     streamed = [i for i in range(len(subgroups)) if i not in residency.residents]
-    pool = BufferPool(max(1, residency.buffer_count), slot_bytes)
-    tiers = Tiers(config, subgroups, residency, {}, pool, directories, [], [Entry() for _ in subgroups])
-    try:
-        if streamed:
-            _make_files(tiers, streamed, slot_bytes, rank, name)
-    except BaseException:
-        tiers.close()
-        raise
-    return tiers
-
-
-def _make_files(tiers: Tiers, streamed: "list[int]", slot_bytes: int, rank: RankContext, name: str) -> None:
-    config, ranks, spares = tiers.config, rank.local_rank_count, tiers.residency.staging_count
-    job = job_name(config.job)
     with contextlib.ExitStack() as undo:
-        scratches = []
-        for directory in tiers.directories:
-            scratches.append(undo.enter_context(ScratchFile.create(directory, job=job, rank=rank.rank, name=name)))
-        room = []
-        for path, directory, scratch in zip(config.paths, tiers.directories, scratches):
-            free = free_bytes(directory) + scratch.neighbour_bytes()
-            room.append((free if path.capacity is None else min(free, path.capacity)) // ranks)
-        homes = place(len(streamed), config.paths, slot_bytes, room, spares)
-        tiers.homes = dict(zip(streamed, homes))
-        for i, (path, scratch) in enumerate(zip(config.paths, scratches)):
-            file = StateFile.create(
-                scratch,
-                slot_count=homes.count(i) + spares,
-                slot_bytes=slot_bytes,
-                kind=config.engine if path.engine == AUTO else path.engine,
-                direct=config.direct,
-                capacity_bytes=path.capacity,
-                local_rank_count=ranks,
-                threads=config.threads,
-                iodepth=config.iodepth,
-                block_size=config.block_size,
-            )
-            tiers.files.append(file)
-            file.engine.register_buffers(*tiers.pool.region, keepalive=tiers.pool)
-        undo.pop_all()  # the state files own their scratch files now
+        homes, files = _make_files(undo, config, directories, streamed, residency.staging_count, slot_bytes, rank, name)
+        alignment = max([_RECORD_ALIGNMENT, *(file.alignment for file in files)])
+        pool = BufferPool(max(1, residency.buffer_count), _round_up(slot_bytes, alignment))
+        for file in files:
+            file.engine.register_buffers(*pool.region, keepalive=pool)
+        undo.pop_all()  # closed by the tiers from now on
+    return Tiers(config, subgroups, residency, homes, pool, directories, files, [Entry() for _ in subgroups])
+
+
+def _make_files(
+    undo: contextlib.ExitStack,
+    config: OffloadConfig,
+    directories: "list[str]",
+    streamed: "list[int]",
+    spare_count: int,
+    slot_bytes: int,
+    rank: RankContext,
+    name: str,
+) -> "tuple[dict[int, int], list[StateFile]]":
+    """(homes, state files); none where everything is resident. ``undo`` removes what was made."""
+    if not streamed:
+        return {}, []
+    job, ranks = job_name(config.job), rank.local_rank_count
+    scratches = [
+        undo.enter_context(ScratchFile.create(directory, job=job, rank=rank.rank, name=name))
+        for directory in directories
+    ]
+    room = []
+    for path, directory, scratch in zip(config.paths, directories, scratches):
+        free = free_bytes(directory) + scratch.neighbour_bytes()
+        room.append((free if path.capacity is None else min(free, path.capacity)) // ranks)
+    homes = place(len(streamed), config.paths, slot_bytes, room, spare_count)
+    files = []
+    for i, (path, scratch) in enumerate(zip(config.paths, scratches)):
+        file = StateFile.create(
+            scratch,
+            slot_count=homes.count(i) + spare_count,
+            slot_bytes=slot_bytes,
+            kind=config.engine if path.engine == AUTO else path.engine,
+            direct=config.direct,
+            capacity_bytes=path.capacity,
+            local_rank_count=ranks,
+            threads=config.threads,
+            iodepth=config.iodepth,
+            block_size=config.block_size,
+            warn_seconds=config.warn_seconds,
+            timeout_seconds=config.timeout_seconds,
+        )
+        files.append(undo.enter_context(file))
+    return dict(zip(streamed, homes)), files
 
 
 def fill_slots(tiers: Tiers, progress: "Callable[[int], None]") -> None:
@@ -355,11 +371,21 @@ def fill_slots(tiers: Tiers, progress: "Callable[[int], None]") -> None:
     Raises:
         CapacityError, PathIOError: a path is full, or fails.
     """
-    if not tiers.files:
-        return
-    with ThreadPoolExecutor(len(tiers.files), "mlp-offload-fill") as threads:
-        for done in [threads.submit(file.write_all_slots, progress) for file in tiers.files]:
-            done.result()
+    ended = threading.Event()
+
+    def go_on(nbytes: int) -> None:
+        if ended.is_set():
+            raise OffloadError("another path failed while this one was filled")
+        progress(nbytes)
+
+    with ThreadPoolExecutor(max(1, len(tiers.files)), "mlp-offload-fill") as threads:
+        try:
+            for done in as_completed([threads.submit(file.write_all_slots, go_on) for file in tiers.files]):
+                done.result()
+        except BaseException as error:  # nobody waits for the other paths, which may have minutes to go
+            ended.set()
+            tiers.hung |= isinstance(error, PathTimeoutError)
+            raise
 
 
 def _host_memory(config: OffloadConfig, rank: RankContext) -> int:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +15,9 @@ import numpy as np
 import torch
 
 from .plan.subgroups import Segment, Subgroup
+from .units import format_bytes
+
+log = logging.getLogger(__name__)
 
 STAGING_COUNT = 2
 """Subgroups whose gradients (and weights) may be in staging at once: one updating, one on its way."""
@@ -50,6 +54,16 @@ def staging_bytes(weights: Sequence[torch.Tensor], subgroup_numel: int, grad_ite
     if not any(w.is_cuda for w in weights):
         return 0
     return STAGING_COUNT * subgroup_numel * (grad_itemsize + max(w.element_size() for w in weights))
+
+
+def pinned_memory(nbytes: int) -> "torch.Tensor | None":
+    """Pinned bytes, shape (nbytes,); None, and a warning, where they are refused."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        log.warning("no %s of pinned memory for staging (%s); going on, slower", format_bytes(nbytes), reason)
+        return None
 
 
 class HostTransfers:
@@ -115,13 +129,18 @@ class CudaTransfers:
         self._to_host = torch.cuda.Stream(self._device)
         self._to_device = torch.cuda.Stream(self._device)
         self._weight_itemsize = max(w.element_size() for w in weights)
+        self._pin = True
         self._out = [self._staging(self._weight_itemsize) for _ in range(STAGING_COUNT)]
         self._grad_itemsize = 0
         self._in: "list[_Staging]" = []
         self._gradients: "Sequence[torch.Tensor | None]" = ()
 
     def _staging(self, itemsize: int) -> _Staging:
-        memory = torch.empty(self._numel * itemsize, dtype=torch.uint8, pin_memory=True)
+        nbytes = self._numel * itemsize
+        memory = pinned_memory(nbytes) if self._pin else None
+        if memory is None:  # copies through pageable memory wait where these would not, and are right as well
+            self._pin = False
+            memory = torch.empty(nbytes, dtype=torch.uint8)
         return _Staging(memory, torch.cuda.Event())
 
     def begin(self, gradients: "Sequence[torch.Tensor | None]") -> None:

@@ -9,7 +9,7 @@ import torch
 
 from .adam.kernel import DTYPE_CODES, AdamKernel, AdamScalars
 from .errors import ConfigError
-from .plan.subgroups import Subgroup
+from .plan.subgroups import Segment, Subgroup
 from .tiers import StateView
 from .transfers import transfers_for
 
@@ -55,8 +55,7 @@ class AdamWork:
             gradients: one flat contiguous tensor a shard, or None: then state and weight stay as they are.
             scalars: one a group.
             group_index: for each shard its position in ``scalars``.
-            stale: shards whose weight was changed by someone else since the last step; their main_param is made
-                from the weight again before the update.
+            stale: shards whose weight was changed by someone else since the last step; see ``refresh``.
         """
         for i, (gradient, weight) in enumerate(zip(gradients, self._weights)):
             if gradient is None:
@@ -75,8 +74,7 @@ class AdamWork:
         self._transfers.prepare(subgroup)
 
     def update(self, subgroup: Subgroup, state: StateView) -> None:
-        if self._stale:
-            self.load_weights(subgroup, state, self._stale)
+        self.refresh(subgroup, state, self._stale)
         shards = np.array([s.shard for s in subgroup.segments], np.int64)
         rows = np.empty((len(shards), 7), np.int64)
         rows[:, 0] = [s.offset for s in subgroup.segments]
@@ -92,11 +90,20 @@ class AdamWork:
         """Order all weights before later work on the caller's stream."""
         self._transfers.end()
 
-    def load_weights(self, subgroup: Subgroup, state: StateView, shards: "Collection[int] | None" = None) -> None:
-        """Make main_param of the subgroup from the weights (of ``shards`` only, when given)."""
+    def load_weights(self, subgroup: Subgroup, state: StateView) -> None:
+        """Make main_param of the subgroup from the weights."""
         main_param = torch.from_numpy(state.main_param)
         for s in subgroup.segments:
-            if shards is None or s.shard in shards:
-                main_param[s.offset : s.offset + s.numel].copy_(
-                    self._weights[s.shard][s.shard_offset : s.shard_offset + s.numel]
-                )
+            main_param[s.offset : s.offset + s.numel].copy_(self._weight(s))
+
+    def refresh(self, subgroup: Subgroup, state: StateView, shards: Collection[int]) -> None:
+        """Make main_param of ``shards`` from the weights again, but keep it where it still rounds to the weight."""
+        for s in subgroup.segments:
+            if s.shard in shards:
+                main_param = torch.from_numpy(state.main_param)[s.offset : s.offset + s.numel]
+                weight = self._weight(s).cpu()
+                main_param.copy_(torch.where(main_param.to(weight.dtype) == weight, main_param, weight.float()))
+
+    def _weight(self, segment: Segment) -> torch.Tensor:
+        start = segment.shard_offset
+        return self._weights[segment.shard][start : start + segment.numel]

@@ -63,7 +63,6 @@ class MLPDistributedOptimizer(DistributedOptimizer):
         self._inverse_scale: "torch.Tensor | None" = None
         self._clip_coefficients: "list[float]" = []
         self._hooks_called: "set[str]" = set()
-        self._steps_of_this_process = 0
         self._pipeline: "StepPipeline | None" = None
         self._states: "ShardStates | None" = None
         self._work: "AdamWork | None" = None
@@ -161,8 +160,7 @@ class MLPDistributedOptimizer(DistributedOptimizer):
             raise SelfCheckError(
                 "the offloaded optimizer was stepped before start(); build it with get_megatron_optimizer"
             )
-        if self._steps_of_this_process == 0:
-            self._check_hooks()
+        self._check_hooks()
         step = self.step_count + 1
         inverse_scale = 1.0 if self._inverse_scale is None else self._inverse_scale.item()
         rows: "dict[tuple[int, float], int]" = {}
@@ -194,10 +192,9 @@ class MLPDistributedOptimizer(DistributedOptimizer):
         step = self.step_count + 1
         for group in self.param_groups:
             group["step"] = step
-        self._steps_of_this_process += 1
 
     def _check_hooks(self) -> None:
-        """At the first step, before a weight changes: was everything called that stock's own code replaces?
+        """At every step, before a weight changes: was everything called that stock's own code replaces?
 
         Raises:
             SelfCheckError: names what was not called.
@@ -208,10 +205,11 @@ class MLPDistributedOptimizer(DistributedOptimizer):
         if self.config.clip_grad > 0.0:
             needed |= {"grads_for_grad_norm", "clip_grad_by_total_norm_fp32"} if self.shards else set()
         missing = sorted(needed - self._hooks_called)
+        self._hooks_called = set()
         if missing:
             raise SelfCheckError(
-                f"at the first step, Megatron-Core {megatron_version()} did not call {', '.join(missing)} of the "
-                "offloaded optimizer, so its numbers would differ from stock's; no weight was changed. Use a supported "
+                f"for step {self.step_count + 1}, Megatron-Core {megatron_version()} did not call {', '.join(missing)} of the "
+                "offloaded optimizer, so its numbers would differ from stock's; no weight was changed by it. Use a supported "
                 "version (0.16.1 to 0.19.2) or --optimizer-offload none"
             )
 

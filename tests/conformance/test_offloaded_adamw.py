@@ -196,3 +196,61 @@ def test_two_optimizers_of_one_process_need_names(offloaded, paths):
     offloaded(p, name="same")
     with pytest.raises(Exception, match="same.state"):
         offloaded(p, name="same")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_that_was_given_other_memory_is_still_the_one_that_is_updated(offloaded, dtype):
+    ours, theirs = parameters(dtype)[4:6], parameters(dtype)[4:6]
+    optimizer, oracle = offloaded(ours, lr=1e-2), offloaded(theirs, lr=1e-2)
+    for step in range(1, 5):
+        if step == 3:  # what module.to(), module.half() and vector_to_parameters do
+            for p in ours:
+                p.data = p.data.clone()
+        for opt, params in ((optimizer, ours), (oracle, theirs)):
+            set_gradients(params, step, missing=False)
+            opt.step()
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs))
+    ours[0].data = torch.ones(3, dtype=dtype)
+    ours[0].grad = torch.ones(3, dtype=dtype)
+    with pytest.raises(ConfigError, match="parameter 0 has 3 elements now; its state has 3072"):
+        optimizer.step()
+
+
+def test_weights_loaded_after_the_optimizer_keep_their_masters(offloaded):
+    """The order of the two ``load_state_dict`` calls does not matter, nor does writing back the same weights."""
+    ours = parameters(torch.bfloat16)[4:6]
+    optimizer = offloaded(ours, lr=1e-3)
+    again = parameters(torch.bfloat16)[4:6]
+    resumed = offloaded(again, lr=1e-3)
+    for step in range(1, 6):
+        if step == 3:
+            resumed.load_state_dict(optimizer.state_dict())
+            with torch.no_grad():
+                for p, q in zip(again, ours):
+                    p.copy_(q)
+        for opt, params in ((optimizer, ours), (resumed, again)):
+            set_gradients(params, step, missing=False)
+            opt.step()
+    for i, entry in optimizer.state_dict()["state"].items():
+        assert torch.equal(entry["main_param"], resumed.state_dict()["state"][i]["main_param"])
+
+
+def test_a_changed_weight_is_in_the_state_before_the_next_step(offloaded):
+    (p,) = parameters(torch.bfloat16)[4:5]
+    optimizer = offloaded([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    with torch.no_grad():
+        p[0].fill_(7.0)
+    main_param = optimizer.state_dict()["state"][0]["main_param"]
+    assert torch.equal(main_param.to(p.dtype), p) and (main_param != p).any()
+
+
+def test_a_loaded_state_shares_nothing_with_where_it_came_from(offloaded):
+    first, second = (
+        offloaded([torch.nn.Parameter(torch.ones(9))], lr=torch.tensor(0.5)),
+        offloaded([torch.nn.Parameter(torch.ones(9))]),
+    )
+    second.load_state_dict(first.state_dict())
+    second.param_groups[0]["lr"].fill_(0.25)
+    assert first.param_groups[0]["lr"].item() == 0.5

@@ -25,26 +25,62 @@ try:
     optimizer.step()
 except PathTimeoutError as error:
     print(error)
+address = optimizer._pipeline.tiers.pool.region[0]
+optimizer.close()
+print(f"closed after {time.monotonic() - begin:.1f} s", flush=True)
+optimizer._pipeline.close()  # the read may still write to its buffer
+starts, ends = zip(*([int(n, 16) for n in line.split()[0].split("-")] for line in open("/proc/self/maps")))
+print("still mapped:", any(s <= address < e for s, e in zip(starts, ends)), flush=True)
+"""
+
+# A flush hangs after the last step, and the program ends without an error of ours.
+AT_EXIT = """
+import sys, time, torch, mlp_offload.tiers
+from mlp_offload import OffloadedAdamW
+mlp_offload.tiers.CLOSE_SECONDS = 1.0
+p = torch.nn.Parameter(torch.randn(40960))
+optimizer = OffloadedAdamW(
+    [p], paths=sys.argv[1:], host_memory="200KiB", subgroup_size=4096, engine="threads", threads=1,
+)
+p.grad = torch.randn(40960)
+optimizer.step()
+time.sleep(0.5)
+optimizer._pipeline.tiers.reap()
+print(len(optimizer._pipeline.tiers.flushes), "in flight", flush=True)
+begin = time.monotonic()
 optimizer.close()
 print(f"closed after {time.monotonic() - begin:.1f} s", flush=True)
 """
 
 
-def test_a_read_that_hangs_is_reported_then_ends_the_run(tmp_path):
+def run_with_hanging_calls(call, which, script, directory):
     if shutil.which("strace") is None:
         pytest.skip("strace, which delays the system call, is not installed")
-    inject = f"inject=pread64:delay_enter={HANG_SECONDS}s:when=6+"
-    strace = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", "trace=pread64", "-e", inject]
+    inject = f"inject={call}:delay_enter={HANG_SECONDS}s:when={which}"
+    strace = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={call}", "-e", inject]
     done = subprocess.run(
-        [*strace, sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=120
+        [*strace, sys.executable, "-c", script, str(directory)], capture_output=True, text=True, timeout=120
     )
     if "ptrace" in done.stderr and "not permitted" in done.stderr:
         pytest.skip("tracing is not allowed here")
+    return done
+
+
+def test_a_read_that_hangs_is_reported_then_ends_the_run(tmp_path):
+    done = run_with_hanging_calls("pread64", "6+", SCRIPT, tmp_path)
     assert re.search(r"WARNING.*read \S+\.state offset=\d+ bytes=\d+: no answer after 0\.\d s", done.stderr), (
         done.stderr
     )
     assert re.search(
         r"read \S+\.state offset=\d+ bytes=\d+: no answer after 1\.\d s.*Giving up \(timeout 1 s\)", done.stdout
     )
+    assert float(re.search(r"closed after ([\d.]+) s", done.stdout).group(1)) < HANG_SECONDS / 2
+    assert not list(tmp_path.rglob("*.state"))
+    assert "still mapped: True" in done.stdout
+
+
+def test_close_does_not_wait_for_ever_for_a_flush_that_hangs(tmp_path):
+    done = run_with_hanging_calls("pwrite64", "19", AT_EXIT, tmp_path)  # of an I/O thread; the last one
+    assert "1 in flight" in done.stdout, done.stdout + done.stderr
     assert float(re.search(r"closed after ([\d.]+) s", done.stdout).group(1)) < HANG_SECONDS / 2
     assert not list(tmp_path.rglob("*.state"))

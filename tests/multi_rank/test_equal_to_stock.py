@@ -68,7 +68,7 @@ def test_reload_from_state_dict_keeps_its_precision(results):
 
 
 @pytest.mark.parametrize("function", HOOKS)
-def test_first_step_refuses_when_a_hook_is_not_called(results, function):
+def test_a_step_refuses_when_a_hook_is_not_called(results, function):
     (rank,) = results(1)[f"unhooked {function}"]
     assert rank["error"] is not None and function in rank["error"] and "no weight was changed" in rank["error"]
     assert rank["unchanged"]

@@ -57,6 +57,7 @@ def test_variables_are_expanded_where_the_rank_runs(monkeypatch):
     [
         ({"subgroup_size": 0}, "subgroup_size 0: must be at least 1"),
         ({"subgroup_size": "many"}, "subgroup_size 'many': must be a whole number"),
+        ({"threads": "inf"}, "threads 'inf': must be a whole number"),
         ({"host_memory": "64 GiBi"}, "host_memory: cannot read"),
         ({"staging_count": 2}, "staging_count 2: must be at least 3"),
         ({"block_size": 5000}, "multiple of 4096"),

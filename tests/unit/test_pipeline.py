@@ -1,5 +1,6 @@
 """The step pipeline with work that can be followed by eye: each update adds its step number to every element."""
 
+import ctypes
 import json
 import os
 import time
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 from mlp_offload.config import OffloadConfig
-from mlp_offload.errors import ConfigError, OffloadError
+from mlp_offload.errors import ConfigError, OffloadError, PathIOError
 from mlp_offload.pipeline import StepPipeline
+from mlp_offload.storage import statefile
+from mlp_offload.storage.engine import direct_supported
 from mlp_offload.tiers import Where
 
 RECORD_BYTES = 4096  # of a subgroup of up to 336 elements
@@ -201,3 +204,99 @@ def test_progress_reaches_the_end(tmp_path):
     pipeline.initialize(fill)
     pipeline.close()
     assert calls[-1][0] == calls[-1][1] and [done for done, _ in calls] == sorted(done for done, _ in calls)
+
+
+def test_reading_can_be_broken_off_without_losing_a_buffer(make):
+    pipeline = make(3, spaces={"dense": [300 * 6]})
+    pipeline.initialize(fill)
+    free = pipeline.tiers.pool.free_count
+    for subgroup in pipeline.subgroups["dense"]:
+        with pytest.raises(KeyError), pipeline.read("dense", subgroup):
+            raise KeyError("in the reader")
+    assert pipeline.tiers.pool.free_count == free
+    pipeline.step("dense", Adds(1))
+    check(pipeline, "dense", 1)
+
+
+def test_a_read_that_meets_broken_storage_ends_the_use_of_the_state(make):
+    pipeline = make(3, spaces={"dense": [300 * 6]})
+    pipeline.initialize(fill)
+    lost = next(i for i, entry in enumerate(pipeline.tiers.table) if entry.where is Where.STORED)
+    os.truncate(pipeline.tiers.files[pipeline.tiers.table[lost].path].path, 0)
+    with pytest.raises(PathIOError, match=f"only copy of subgroup {lost}"):
+        pipeline.read("dense", pipeline.subgroups["dense"][lost]).__enter__()
+    with pytest.raises(OffloadError, match="no longer be used: reading subgroup"):
+        pipeline.step("dense", Adds(1))
+
+
+def test_an_error_while_the_state_is_made_gives_all_memory_back(make, caplog):
+    pipeline = make(4)
+
+    def fails(space, subgroup, view):
+        if subgroup.index == 2:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        pipeline.initialize(fails)
+    pipeline.close()
+    assert not caplog.records
+
+
+def test_an_error_on_one_path_stops_the_filling_of_the_others(make, tmp_path):
+    calls = []
+
+    def progress(done, total):
+        calls.append(done)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        time.sleep(0.02)
+
+    pipeline = make(4, spaces={"dense": [2**20] * 40}, subgroup_size=2**20, host_memory=4 * 12 * 2**20)
+    pipeline._on_progress = progress
+    blocks = pipeline.tiers.files[1].nbytes // (8 * 2**20)
+    assert blocks > 25
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.initialize(fill)
+    assert len(calls) < blocks / 2
+
+
+@pytest.mark.parametrize("alignment", [512, 65536])
+def test_paths_may_ask_for_different_alignments(make, monkeypatch, alignment):
+    """No file system here asks for more than 4096 bytes: what the probe says of one path is raised, the engine insists."""
+
+    def probe(directory):
+        found = direct_supported(directory)
+        return found._replace(alignment=alignment) if directory.parent.name == "b" else found
+
+    monkeypatch.setattr(statefile, "direct_supported", probe)
+    pipeline = make(4)
+    assert pipeline.tiers.files[1].alignment == alignment
+    pipeline.initialize(fill)
+    for _ in range(3):
+        for space in pipeline.subgroups:
+            record = pipeline.step(space, Adds(1))
+            assert record.fetch_count > 0 and len(record.bytes_read) == 2
+    check(pipeline, "dense", 3)
+    check(pipeline, "expert", 3)
+
+
+def test_pinned_memory_is_unpinned_before_it_is_unmapped(tmp_path):
+    config = OffloadConfig(paths=str(tmp_path), subgroup_size=300, host_memory=4 * RECORD_BYTES)
+    pinned = []
+
+    def pin(address, nbytes):
+        pinned.append((address, nbytes))
+        return lambda: pinned.remove(pipeline.tiers.pool.region) or ctypes.string_at(address, nbytes)
+
+    pipeline = StepPipeline(config, {"dense": [3000]}, pin=pin)
+    assert pinned == [pipeline.tiers.pool.region]
+    pipeline.close()
+    assert not pinned
+    pipeline.close()
+
+
+def test_an_error_in_pinning_leaves_nothing_behind(tmp_path):
+    config = OffloadConfig(paths=str(tmp_path), subgroup_size=300, host_memory=4 * RECORD_BYTES)
+    with pytest.raises(ZeroDivisionError):
+        StepPipeline(config, {"dense": [3000]}, pin=lambda address, nbytes: 1 // 0)
+    assert not list(tmp_path.iterdir())
