@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Protocol
 
 from .config import OffloadConfig
@@ -168,8 +169,8 @@ class StepPipeline:
         while waiting:
             tiers.reap()
             # A subgroup whose flush of the step before is still under way has no good copy on its path yet.
-            ready = [i for i in to_fetch if tiers.table[i].where is Where.STORED][: tiers.pool.free_count]
-            for index in ready:
+            stored = (i for i in to_fetch if tiers.table[i].where is Where.STORED)
+            for index in list(islice(stored, tiers.pool.free_count)):
                 to_fetch.remove(index)
                 fetches[index] = tiers.start_fetch(index, tiers.pool.lease(), record)
             row = self._first_ready(waiting, fetches)

@@ -27,7 +27,7 @@ class Event:
     path: str = ""
 
 
-@dataclass
+@dataclass(eq=False)
 class StepRecord:
     """One optimizer step of one rank.
 

@@ -66,7 +66,7 @@ class Entry:
     step: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Flight:
     """Bytes of one subgroup on their way; they belong to ``lease`` until the flight has landed."""
 
@@ -176,8 +176,11 @@ class Tiers:
 
     def reap(self) -> int:
         """Land the flushes that are done, without waiting; returns how many buffers came free."""
-        done = [f for f in self.flushes if f.future.done()]
-        return sum(self._land_flush(flight) for flight in done)
+        free_before = self.pool.free_count
+        for flight in [f for f in self.flushes if f.future.done()]:
+            if flight in self.flushes:  # landing one may have landed another
+                self._land_flush(flight)
+        return self.pool.free_count - free_before
 
     def settle(self) -> None:
         """Wait until no flush is in flight."""
@@ -244,7 +247,7 @@ class Tiers:
 
     # ------------------------------------------------------------------------------------ helpers
 
-    def _land_flush(self, flight: Flight) -> int:
+    def _land_flush(self, flight: Flight) -> None:
         """Wait for a flush; on failure send the subgroup, which is still in memory, to another path."""
         entry = self.table[flight.index]
         try:
@@ -252,8 +255,13 @@ class Tiers:
         except PathIOError as error:
             self.flushes.remove(flight)
             # The slot that failed stays allocated, so that nothing else is written there.
-            others = [i for i in range(len(self.files)) if i != flight.path and self.files[i].free_count]
-            if not others:
+            others = [i for i in range(len(self.files)) if i != flight.path]
+            while not any(self.files[i].free_count for i in others):
+                elsewhere = [f for f in self.flushes if f.path != flight.path]
+                if not elsewhere:
+                    break
+                self._land_flush(elsewhere[0])  # frees the slot of an older step
+            if not any(self.files[i].free_count for i in others):
                 detail = f"Subgroup {flight.index} is safe in memory; no other path has a free slot. Free space or add a path, and restart from the last checkpoint."
                 raise PathIOError(
                     error.path, error.operation, error.offset, error.nbytes, error.errno, detail
@@ -262,13 +270,12 @@ class Tiers:
             log.warning("%s Subgroup %d is safe in memory and goes to %s.", error, flight.index, self.files[other].path)
             self.homes[flight.index] = other
             self.start_flush(flight.index, flight.lease, other, flight.step, flight.record)
-            return 0
+            return
         self._account(flight)
         self.flushes.remove(flight)
         self._free_slot(entry)
         self.table[flight.index] = Entry(Where.STORED, None, flight.path, flight.slot, checksum, flight.step)
         flight.lease.release()
-        return 1
 
     def _result(self, flight: Flight) -> "int | None":
         try:
