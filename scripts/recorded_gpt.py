@@ -10,6 +10,7 @@ state before training.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import json
@@ -21,7 +22,7 @@ from typing import Any
 
 import megatron.training.training as training
 import torch
-from fused_adam import use_fused_adam
+from fused_adam import megatron_with_fused_adam
 
 from mlp_offload.megatron.pretrain_gpt import main
 
@@ -87,7 +88,6 @@ if __name__ == "__main__":
     parser.add_argument("--hash-at", type=int, default=0)
     parser.add_argument("--fused-adam", action="store_true")
     options, sys.argv[1:] = parser.parse_known_args()
-    if options.fused_adam:
-        use_fused_adam()
     training.train_step = Recorder(training.train_step, options.record, options.hash_at)
-    main()
+    with megatron_with_fused_adam() if options.fused_adam else contextlib.nullcontext():
+        main()
