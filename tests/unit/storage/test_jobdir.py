@@ -150,7 +150,7 @@ def test_missing_directories_files_and_loops_are_refused(tmp_path):
 
 
 def test_a_directory_without_write_permission_is_refused():
-    directory = Path(tempfile.mkdtemp())
+    directory = Path(tempfile.mkdtemp(dir="/tmp"))  # which any user can reach, unlike tmp_path
     try:
         directory.chmod(0o555)
         code = (
