@@ -8,7 +8,8 @@ to the host for the update and back, so the arithmetic is the same everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -79,11 +80,24 @@ class FusedAdam(torch.optim.Optimizer):
                 tensor.copy_(updated)
 
 
-def use_fused_adam() -> None:
-    """Let Megatron build its distributed optimizer on ``FusedAdam``, as it does where Apex is installed."""
+@contextlib.contextmanager
+def megatron_with_fused_adam() -> "Iterator[None]":
+    """Megatron builds its distributed optimizer on ``FusedAdam``, as it does where Apex is installed."""
     import megatron.core.optimizer as factory
     from megatron.core.optimizer import distrib_optimizer
 
-    factory.Adam = distrib_optimizer.Adam = FusedAdam
-    factory.USING_PYTORCH_OPTIMIZER = False
-    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+    replacements = [
+        (factory, "Adam", FusedAdam),
+        (factory, "USING_PYTORCH_OPTIMIZER", False),
+        (distrib_optimizer, "Adam", FusedAdam),
+        (distrib_optimizer, "HAVE_APEX_OR_TE", True),
+        (distrib_optimizer, "USING_APEX_OPTIMIZER", True),
+    ]
+    before = [(module, name, getattr(module, name)) for module, name, _ in replacements]
+    for module, name, value in replacements:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)

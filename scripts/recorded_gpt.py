@@ -3,13 +3,14 @@
 Run it with ``mlp-offload run scripts/recorded_gpt.py --record DIR [--hash-at N] [--fused-adam] MEGATRON_ARGS...``.
 Each rank appends one JSON line an iteration to DIR/rank0000.jsonl: loss and gradient norm as hexadecimal floats, seconds,
 and the bytes that this process has read and written on block devices since its start, as counted by the kernel
-(/proc/self/io; None where the kernel does not tell). Iteration N also has the sha256 of all parameters. Line 0 is the
-state before training.
+(/proc/self/io; None where the kernel does not tell). Iteration N also has the sha256 of all parameters. The first line
+is the state before training; its iteration is 0, or that of the checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import json
@@ -21,7 +22,8 @@ from typing import Any
 
 import megatron.training.training as training
 import torch
-from fused_adam import use_fused_adam
+from fused_adam import megatron_with_fused_adam
+from megatron.training import get_args
 
 from mlp_offload.megatron.pretrain_gpt import main
 
@@ -33,12 +35,13 @@ class Recorder:
         functools.update_wrapper(self, train_step)  # others wrap it too, and look at its name and arguments
         directory.mkdir(parents=True, exist_ok=True)
         self._file = open(directory / f"rank{int(os.environ['RANK']):04d}.jsonl", "w", buffering=1)  # noqa: SIM115
-        self._train_step, self._hash_at, self._iteration = train_step, hash_at, 0
+        self._train_step, self._hash_at, self._iteration = train_step, hash_at, -1
 
     def __call__(self, forward_step: Any, batches: Any, model: "list[Any]", *args: Any, **settings: Any) -> Any:
-        if self._iteration == 0:
+        if self._iteration < 0:
+            self._iteration = get_args().iteration
             numel = sum(p.numel() for chunk in model for p in chunk.parameters())
-            self._write(iteration=0, parameter_numel=numel)
+            self._write(iteration=self._iteration, parameter_numel=numel)
         begin = time.monotonic()
         result = self._train_step(forward_step, batches, model, *args, **settings)
         seconds = time.monotonic() - begin
@@ -87,7 +90,6 @@ if __name__ == "__main__":
     parser.add_argument("--hash-at", type=int, default=0)
     parser.add_argument("--fused-adam", action="store_true")
     options, sys.argv[1:] = parser.parse_known_args()
-    if options.fused_adam:
-        use_fused_adam()
     training.train_step = Recorder(training.train_step, options.record, options.hash_at)
-    main()
+    with megatron_with_fused_adam() if options.fused_adam else contextlib.nullcontext():
+        main()

@@ -250,6 +250,8 @@ def _reclaim_stale(path: Path, job: str) -> int:
 def _unlink_size(path: Path) -> int:
     try:
         nbytes = path.lstat().st_blocks * 512
+        with suppress(OSError):  # gives the space back even when an orphan of the owner still has the file open
+            os.close(os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC))
         path.unlink()
     except FileNotFoundError:
         return 0

@@ -13,6 +13,7 @@ from typing import Any
 from mlp_offload.megatron import cpu_device
 
 HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
 LIMIT_SECONDS = 240
 # A prime, so that subgroups are cut inside parameters; with this memory only a few of some 30 stay on the host.
 OFFLOAD = {"subgroup_size": 4099, "host_memory": "512KiB", "update_threads": 1}
@@ -34,7 +35,9 @@ def run_scenarios(
     scenarios = {name: scenario | {"directory": str(directory)} for name, scenario in scenarios.items()}
     request.write_text(json.dumps({"offload": offload, "scenarios": scenarios}))
     environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="1", PYTHONWARNINGS="ignore")
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), environment.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(REPOSITORY), str(REPOSITORY / "scripts"), environment.get("PYTHONPATH", "")]
+    )
     cpu_device.activate_in_children(environment)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={process_count}"]
     process = subprocess.Popen(

@@ -1,6 +1,6 @@
 """Our distributed optimizer against stock's, bit for bit: loss, gradient norm, zero count, weights and fp32 state.
 
-Oracle: stock Megatron-Core with torch.optim.AdamW(fused=True) as its Adam (``oracle.FusedAdam``), trained in the same
+Oracle: stock Megatron-Core with torch.optim.AdamW(fused=True) as its Adam (``scripts/fused_adam.py``), trained in the same
 process group from the same weights on the same batches. Clipping is active; parameters are cut by subgroups.
 """
 

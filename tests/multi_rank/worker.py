@@ -24,9 +24,9 @@ cpu_device.activate(announce=False)
 import megatron.core.optimizer as factory_module  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from fused_adam import megatron_with_fused_adam  # noqa: E402
 from megatron.core.optimizer import optimizer as stock_module  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
-from oracle import stock_with_fused_adam  # noqa: E402
 from tiny_gpt import Layout, Training  # noqa: E402
 
 from mlp_offload.config import OffloadConfig  # noqa: E402
@@ -40,7 +40,7 @@ def training(kind: str, layout: Layout, offload: "dict[str, Any]"):
     layout.initialize()
     with contextlib.ExitStack() as stack:
         if kind == "stock":
-            stack.enter_context(stock_with_fused_adam())
+            stack.enter_context(megatron_with_fused_adam())
         else:
             install.install(OffloadConfig.from_mapping(offload))
             stack.callback(install.uninstall)

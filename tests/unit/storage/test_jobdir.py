@@ -150,7 +150,7 @@ def test_missing_directories_files_and_loops_are_refused(tmp_path):
 
 
 def test_a_directory_without_write_permission_is_refused():
-    directory = Path(tempfile.mkdtemp())
+    directory = Path(tempfile.mkdtemp(dir="/tmp"))  # which any user can reach, unlike tmp_path
     try:
         directory.chmod(0o555)
         code = (
@@ -338,7 +338,8 @@ def test_what_a_dead_process_left_is_reclaimed_but_not_what_lives_or_lies_on_oth
         for path in foreign:
             path.write_text("keep")
         caplog.clear()
-        with create(tmp_path) as file:
+        with open(dead) as orphan, create(tmp_path) as file:
+            assert os.fstat(orphan.fileno()).st_blocks == 0
             assert file.reclaimed_bytes >= 4 << 20
             assert file.path.stat().st_size == 0 and alive.path.exists() and not dead.exists()
             assert [path.read_text() for path in foreign] == ["keep"] * 3
