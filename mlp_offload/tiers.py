@@ -18,7 +18,7 @@ import numpy as np
 
 from .config import AUTO, OffloadConfig
 from .errors import ChecksumError, OffloadError, PathIOError, PathTimeoutError
-from .plan.placement import Residency, choose_residents, place
+from .plan.placement import RECORD_ALIGNMENT, Residency, choose_residents, place
 from .plan.subgroups import ARRAYS, Subgroup
 from .storage.buffers import BufferPool, Lease
 from .storage.engine import IoFuture
@@ -28,9 +28,6 @@ from .storage.statefile import StateFile, free_bytes
 from .telemetry import StepRecord
 
 log = logging.getLogger(__name__)
-
-_RECORD_ALIGNMENT = 4096
-"""Records begin and end on this many bytes: what direct I/O asks for on nearly every file system."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +274,7 @@ class Tiers:
 
     def _transfer_bytes(self, index: int) -> int:
         alignment = max(file.alignment for file in self.files)
-        return _round_up(self.subgroups[index].record_bytes, max(alignment, _RECORD_ALIGNMENT))
+        return _round_up(self.subgroups[index].record_bytes, max(alignment, RECORD_ALIGNMENT))
 
     def _account(self, flight: Flight) -> None:
         if flight.record is None:
@@ -302,10 +299,9 @@ def open_tiers(
         ConfigError, CapacityError, PathInUseError: each names the subject, the numbers and the next step.
     """
     directories = [str(d) for d in check_directories([p.resolved_directory() for p in config.paths])]
-    slot_bytes = _round_up(max((s.record_bytes for s in subgroups), default=1), _RECORD_ALIGNMENT)
-    budget = _host_memory(config, rank) - reserved_bytes
+    slot_bytes = _round_up(max((s.record_bytes for s in subgroups), default=1), RECORD_ALIGNMENT)
     staging_count = config.staging_count or 2 + 2 * len(directories)
-    residency = choose_residents(len(subgroups), slot_bytes, max(0, budget), staging_count)
+    residency = choose_residents(len(subgroups), slot_bytes, _host_memory(config, rank), staging_count, reserved_bytes)
     streamed = [i for i in range(len(subgroups)) if i not in residency.residents]
     pool = BufferPool(max(1, residency.buffer_count), slot_bytes)
     tiers = Tiers(config, subgroups, residency, {}, pool, directories, [], [Entry() for _ in subgroups])

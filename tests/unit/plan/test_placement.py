@@ -1,10 +1,14 @@
 """Host memory is spent on staging first; paths get subgroups by bandwidth, within their capacity."""
 
+import re
+
 import pytest
 
 from mlp_offload.config import PathConfig
 from mlp_offload.errors import CapacityError, ConfigError
-from mlp_offload.plan.placement import choose_residents, place
+from mlp_offload.plan.placement import RECORD_ALIGNMENT, choose_residents, place
+from mlp_offload.plan.subgroups import cut
+from mlp_offload.units import parse_bytes
 
 FAST, SLOW = PathConfig("/fast", read=6, write=9), PathConfig("/slow", read=8, write=4)
 
@@ -46,9 +50,24 @@ def test_residents_are_spread_evenly():
     assert choose_residents(12, 100, 700, staging_count=4).residents == {2, 6, 10}
 
 
-def test_a_budget_below_three_buffers_says_what_would_fit():
-    with pytest.raises(
-        ConfigError,
-        match=r"holds 1 buffers.*raise host_memory to at least 36\.0 MiB, or lower subgroup_size to at most 699040",
-    ):
-        choose_residents(10, 12 * 2**20, 25165440, staging_count=4)
+@pytest.mark.parametrize("host_memory, subgroup_size", [(102400, 10000), (25165440, 2**20), (2**30 + 5, 2**25 + 1)])
+@pytest.mark.parametrize("reserved_per_element", [0, 12])
+def test_a_budget_below_three_buffers_says_what_would_fit_and_that_does(
+    host_memory, subgroup_size, reserved_per_element
+):
+    def residents(host_memory: int, subgroup_size: int):
+        (subgroup,) = cut([subgroup_size], subgroup_size)
+        buffer_bytes = -(-subgroup.record_bytes // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+        return choose_residents(10, buffer_bytes, host_memory, 4, reserved_per_element * subgroup_size)
+
+    with pytest.raises(ConfigError, match="needs 3 .*one flushing") as caught:
+        residents(host_memory, subgroup_size)
+    advice = re.search(r"raise host_memory to (\w+), or lower subgroup_size to (\d+)$", str(caught.value))
+    assert residents(parse_bytes(advice[1]), subgroup_size).staging_count == 3
+    assert residents(host_memory, int(advice[2])).staging_count == 3
+    assert int(advice[2]) > 0.9 * host_memory / (3 * 12 + reserved_per_element)
+
+
+def test_a_budget_too_small_for_any_subgroup_only_asks_for_more():
+    with pytest.raises(ConfigError, match="raise host_memory to 36KiB$"):
+        choose_residents(10, 12288, 4096, staging_count=4)
