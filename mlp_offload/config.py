@@ -218,7 +218,7 @@ class OffloadConfig:
                 lines += [f"  path                  {p}" for p in value]
             else:
                 shown = format_bytes(value) if f.metadata["kind"].startswith("bytes") and value != AUTO else value
-                lines.append(f"  {f.name:<21} {shown}")
+                lines.append(f"  {f.name:<21} {'none' if shown == '' else shown}")
         return "\n".join(lines)
 
 
