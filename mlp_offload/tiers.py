@@ -325,7 +325,7 @@ def _make_files(tiers: Tiers, streamed: "list[int]", slot_bytes: int, rank: Rank
         for path, directory, scratch in zip(config.paths, tiers.directories, scratches):
             free = free_bytes(directory) + scratch.neighbour_bytes()
             room.append((free if path.capacity is None else min(free, path.capacity)) // ranks)
-        homes = place(len(streamed), config.paths, slot_bytes, room, spares)
+        homes = place(len(streamed), config.paths, slot_bytes, room, spares, ranks)
         tiers.homes = dict(zip(streamed, homes))
         for i, (path, scratch) in enumerate(zip(config.paths, scratches)):
             file = StateFile.create(

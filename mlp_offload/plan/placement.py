@@ -64,7 +64,12 @@ def choose_residents(
 
 
 def place(
-    count: int, paths: Sequence[PathConfig], slot_bytes: int, free_bytes: Sequence[int], spare_count: int = 0
+    count: int,
+    paths: Sequence[PathConfig],
+    slot_bytes: int,
+    free_bytes: Sequence[int],
+    spare_count: int = 0,
+    rank_count: int = 1,
 ) -> "tuple[int, ...]":
     """Spread ``count`` subgroups over paths in proportion to sustained bandwidth; returns a path index each.
 
@@ -76,6 +81,7 @@ def place(
         slot_bytes: bytes of one slot.
         free_bytes: what each path can give this rank.
         spare_count: further slots that every used path must hold (flushes go to a free slot).
+        rank_count: ranks of this node, which all need as much; for the message.
 
     Raises:
         CapacityError: all paths together cannot hold the state; names each path, needed and free bytes.
@@ -90,10 +96,16 @@ def place(
             f"{p.directory!r} has {format_bytes(f)} for this rank, room for {r} of them"
             for p, f, r in zip(paths, free_bytes, room)
         )
-        short = (count - sum(room)) * slot_bytes
+        # On one path, and enough: the least that makes room for what the others do not hold, spares included.
+        short, path = min(
+            ((count - sum(room) + room[i] + spare_count) * slot_bytes - free_bytes[i], paths[i].directory)
+            for i in range(len(paths))
+        )
+        ranks = f" ({rank_count} ranks)" if rank_count > 1 else ""
         raise CapacityError(
             f"the paths cannot hold the state: {count} slots of {format_bytes(slot_bytes)} = {format_bytes(count * slot_bytes)} are needed, "
-            f"and {spare_count} spare ones on each path; {held}. Free {format_bytes(short)}, add a path, or raise host_memory"
+            f"and {spare_count} spare ones on each path; {held}. Free {round_up_bytes(short * rank_count)}{ranks} on {path!r}, add a path, "
+            "or raise host_memory"
         )
     quota = [0] * len(paths)
     for _ in range(count):

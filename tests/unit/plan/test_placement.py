@@ -28,8 +28,19 @@ def test_a_short_path_takes_what_it_holds_and_the_others_the_rest():
 
 
 def test_too_little_room_is_an_error_with_the_numbers():
-    with pytest.raises(CapacityError, match=r"10 slots of 1\.0 MiB = 10\.0 MiB.*'/fast' has 3\.0 MiB.*Free 4\.0 MiB"):
-        place(10, [FAST, SLOW], 2**20, [3 * 2**20, 5 * 2**20], spare_count=1)
+    free = [3 * 2**20, 5 * 2**20 + 1]
+    with pytest.raises(CapacityError, match=r"10 slots of 1\.0 MiB = 10\.0 MiB.*'/fast' has 3\.0 MiB") as caught:
+        place(10, [FAST, SLOW], 2**20, free, spare_count=1, rank_count=2)
+    assert "Free 8192KiB (2 ranks) on '/slow'" in str(caught.value)
+    free[1] += 4 * 2**20 - 1
+    assert len(place(10, [FAST, SLOW], 2**20, free, spare_count=1)) == 10
+    with pytest.raises(CapacityError, match="Free 1KiB on"):
+        place(10, [FAST, SLOW], 2**20, [free[0], free[1] - 1], spare_count=1)
+
+
+def test_the_advice_counts_spares_of_a_path_that_holds_not_even_those():
+    with pytest.raises(CapacityError, match="Free 504KiB on '/slow'"):
+        place(10, [SLOW], 36 * 2**10, [0], spare_count=4)
 
 
 def test_nothing_to_place():
