@@ -23,6 +23,7 @@ try:
 except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
+MODES = ("none", "mlp")
 ENGINES = ("auto", "io_uring", "threads")
 VARIANTS = ("auto", "avx512", "avx2", "scalar")
 AUTO = "auto"
@@ -192,9 +193,16 @@ class OffloadConfig:
 
     @classmethod
     def from_mapping(cls, items: Mapping[str, Any], where: str = "options") -> "OffloadConfig":
-        """From TOML-like keys. Raises ConfigError for an unknown key and lists the right ones."""
+        """From TOML-like keys, which stand in ``where``.
+
+        Raises:
+            ConfigError: an unknown key (lists the right ones) or a bad value.
+        """
         _refuse_unknown(items, cls, where)
-        return cls(**items)
+        try:
+            return cls(**items)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
 
     @classmethod
     def from_toml(cls, file: "str | os.PathLike[str]") -> "OffloadConfig":
@@ -210,7 +218,7 @@ class OffloadConfig:
                 lines += [f"  path                  {p}" for p in value]
             else:
                 shown = format_bytes(value) if f.metadata["kind"].startswith("bytes") and value != AUTO else value
-                lines.append(f"  {f.name:<21} {shown}")
+                lines.append(f"  {f.name:<21} {'none' if shown == '' else shown}")
         return "\n".join(lines)
 
 
@@ -228,7 +236,11 @@ def read_toml(file: "str | os.PathLike[str]") -> "dict[str, Any]":
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--optimizer-offload``, ``--mlp-offload-config`` and one ``--mlp-offload-*`` flag an option."""
+    """Add ``--optimizer-offload``, ``--mlp-offload-config`` and one ``--mlp-offload-*`` flag an option.
+
+    The parser takes any text for them, and ``from_arguments`` checks it: the parser would print all flags of the
+    script before its message, on every rank.
+    """
     group = parser.add_argument_group(
         "optimizer offload",
         "Keep fp32 master weights and Adam moments in host memory and on storage paths. Example: "
@@ -236,7 +248,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--optimizer-offload",
-        choices=("none", "mlp"),
+        metavar=_choice_of(MODES),
         default="none",
         help="where optimizer state lives: none = as stock Megatron",
     )
@@ -259,7 +271,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
                 "metavar": "DIR[,read=BYTES/s][,write=BYTES/s][,capacity=BYTES][,engine=ENGINE]",
             }
         elif meta["kind"] == "choice":
-            settings |= {"choices": meta["choices"]}
+            settings |= {"metavar": _choice_of(meta["choices"])}
         elif meta["kind"] == "bool":
             settings |= {"action": argparse.BooleanOptionalAction}
         else:
@@ -277,12 +289,12 @@ def from_arguments(args: Any) -> OffloadConfig:
     items: "dict[str, Any]" = {}
     if file:
         items = read_toml(file)
-        _refuse_unknown(items, OffloadConfig, f"config file {file!r}")
+        OffloadConfig.from_mapping(items, f"config file {file!r}")
     for f in dataclasses.fields(OffloadConfig):
         value = getattr(args, argument_name(f.name), None)
         if value is not None:
             items[f.name] = value
-    config = OffloadConfig.from_mapping(items)
+    config = OffloadConfig(**items)
     if not config.paths:
         raise ConfigError(
             "--optimizer-offload mlp needs at least one --mlp-offload-path DIR (or paths in --mlp-offload-config)"
@@ -313,6 +325,10 @@ def options_table() -> str:
 # ------------------------------------------------------------------------------------------ helpers
 
 
+def _choice_of(choices: Sequence[str]) -> str:
+    return "{" + ",".join(choices) + "}"
+
+
 def _shown(f: "dataclasses.Field[Any]") -> str:
     if f.metadata["kind"] == "path":
         return "none"
@@ -330,7 +346,7 @@ def _refuse_unknown(items: Iterable[str], cls: type, where: str) -> None:
     for key in items:
         if key not in names:
             close = difflib.get_close_matches(str(key), names, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = f"; did you mean {close[0]!r}?" if close else "."
             raise ConfigError(f"{where}: unknown key {key!r}{hint} Known keys: {', '.join(names)}")
 
 

@@ -18,6 +18,7 @@ from .config import OffloadConfig
 from .errors import ConfigError
 from .pipeline import StepPipeline
 from .plan.subgroups import Segment
+from .startup import describe
 from .telemetry import StepRecord
 from .tiers import RankContext, StateView
 from .transfers import staging_bytes
@@ -35,7 +36,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     Each parameter has its own step count, as in ``torch.optim.AdamW``; one without a gradient is left alone. A
     parameter that was changed by other hands (``model.load_state_dict``) since the last step counts as the truth; where
     it is still what its master rounds to, the master stays. A change in place through ``p.data`` is not seen, as
-    autograd does not see it either.
+    autograd does not see it either. What was decided at start-up is logged (level INFO).
 
     Args:
         params: parameters or groups, as for ``torch.optim.AdamW``; contiguous, all on one device.
@@ -92,6 +93,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 on_progress=on_progress,
             )
             self._close = weakref.finalize(self, _close, self._pipeline, self._kernel)
+            log.info("%s", describe(self._pipeline.tiers, rank, self._kernel))
             self._pipeline.initialize(lambda space, subgroup, view: self._work.load_weights(subgroup, view))
         except BaseException:
             self.close()

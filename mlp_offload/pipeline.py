@@ -18,11 +18,12 @@ from typing import Protocol
 
 from .config import OffloadConfig
 from .errors import OffloadError
+from .opening import fill_slots, open_tiers
 from .plan.schedule import Row, StepPlan, plan_step
 from .plan.subgroups import Subgroup, cut
 from .storage.buffers import Lease
 from .telemetry import StepLog, StepRecord
-from .tiers import Flight, RankContext, StateView, Tiers, Where, fill_slots, open_tiers
+from .tiers import Flight, RankContext, StateView, Tiers, Where
 
 
 class SubgroupWork(Protocol):

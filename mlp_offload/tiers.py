@@ -9,29 +9,22 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from .config import AUTO, OffloadConfig
+from .config import OffloadConfig
 from .errors import ChecksumError, OffloadError, PathIOError, PathTimeoutError
-from .plan.placement import Residency, choose_residents, place
+from .plan.placement import RECORD_ALIGNMENT, Residency
 from .plan.subgroups import ARRAYS, Subgroup
 from .storage.buffers import BufferPool, Lease
 from .storage.engine import IoFuture
-from .storage.jobdir import ScratchFile, check_directories, job_name
-from .storage.memory import available_memory_bytes
-from .storage.statefile import StateFile, free_bytes
+from .storage.statefile import StateFile
 from .telemetry import StepRecord
 
 log = logging.getLogger(__name__)
-
-_RECORD_ALIGNMENT = 4096
-"""Records begin and end on this many bytes, or more where a path asks for it: enough on nearly every file system."""
 
 CLOSE_SECONDS = 30.0
 """How long ``close`` waits for storage calls that are under way."""
@@ -103,7 +96,7 @@ class StateView:
 
 @dataclass
 class Tiers:
-    """Host buffers, state files and the table. Made by ``open_tiers``.
+    """Host buffers, state files and the table. Made by ``opening.open_tiers``.
 
     Attributes:
         subgroups: all of the rank's subgroups, of all spaces; their position here is their index in the table.
@@ -121,6 +114,10 @@ class Tiers:
     fetches: "list[Flight]" = field(default_factory=list)
     flushes: "list[Flight]" = field(default_factory=list)
     hung: bool = False
+
+    def homes_on(self, path: int) -> int:
+        """How many subgroups live on a path."""
+        return sum(home == path for home in self.homes.values())
 
     # ------------------------------------------------------------------------------- one subgroup
 
@@ -289,7 +286,7 @@ class Tiers:
             self.files[entry.path].free(entry.slot)
 
     def _transfer_bytes(self, index: int, path: int) -> int:
-        return _round_up(self.subgroups[index].record_bytes, max(self.files[path].alignment, _RECORD_ALIGNMENT))
+        return round_up(self.subgroups[index].record_bytes, max(self.files[path].alignment, RECORD_ALIGNMENT))
 
     def _account(self, flight: Flight) -> None:
         if flight.record is None:
@@ -301,106 +298,6 @@ class Tiers:
         flight.record.add(flight.phase, flight.index, future.started_seconds, future.finished_seconds, directory)
 
 
-def open_tiers(
-    config: OffloadConfig, subgroups: "tuple[Subgroup, ...]", rank: RankContext, name: str, reserved_bytes: int = 0
-) -> Tiers:
-    """Check everything, then make pool and state files. Nothing is left behind after an error.
-
-    Args:
-        subgroups: of all spaces.
-        reserved_bytes: part of the host-memory budget that the caller spends itself.
-
-    Raises:
-        ConfigError, CapacityError, PathInUseError: each names the subject, the numbers and the next step.
-    """
-    directories = [str(d) for d in check_directories([p.resolved_directory() for p in config.paths])]
-    slot_bytes = _round_up(max((s.record_bytes for s in subgroups), default=1), _RECORD_ALIGNMENT)
-    budget = _host_memory(config, rank) - reserved_bytes
-    wanted = config.staging_count or 2 + 2 * len(directories)
-    residency = choose_residents(len(subgroups), slot_bytes, max(0, budget), wanted)
-    streamed = [i for i in range(len(subgroups)) if i not in residency.residents]
-    with contextlib.ExitStack() as undo:
-        homes, files = _make_files(undo, config, directories, streamed, residency.staging_count, slot_bytes, rank, name)
-        alignment = max([_RECORD_ALIGNMENT, *(file.alignment for file in files)])
-        pool = BufferPool(max(1, residency.buffer_count), _round_up(slot_bytes, alignment))
-        for file in files:
-            file.engine.register_buffers(*pool.region, keepalive=pool)
-        undo.pop_all()  # closed by the tiers from now on
-    return Tiers(config, subgroups, residency, homes, pool, directories, files, [Entry() for _ in subgroups])
-
-
-def _make_files(
-    undo: contextlib.ExitStack,
-    config: OffloadConfig,
-    directories: "list[str]",
-    streamed: "list[int]",
-    spare_count: int,
-    slot_bytes: int,
-    rank: RankContext,
-    name: str,
-) -> "tuple[dict[int, int], list[StateFile]]":
-    """(homes, state files); none where everything is resident. ``undo`` removes what was made."""
-    if not streamed:
-        return {}, []
-    job, ranks = job_name(config.job), rank.local_rank_count
-    scratches = [
-        undo.enter_context(ScratchFile.create(directory, job=job, rank=rank.rank, name=name))
-        for directory in directories
-    ]
-    room = []
-    for path, directory, scratch in zip(config.paths, directories, scratches):
-        free = free_bytes(directory) + scratch.neighbour_bytes()
-        room.append((free if path.capacity is None else min(free, path.capacity)) // ranks)
-    homes = place(len(streamed), config.paths, slot_bytes, room, spare_count)
-    files = []
-    for i, (path, scratch) in enumerate(zip(config.paths, scratches)):
-        file = StateFile.create(
-            scratch,
-            slot_count=homes.count(i) + spare_count,
-            slot_bytes=slot_bytes,
-            kind=config.engine if path.engine == AUTO else path.engine,
-            direct=config.direct,
-            capacity_bytes=path.capacity,
-            local_rank_count=ranks,
-            threads=config.threads,
-            iodepth=config.iodepth,
-            block_size=config.block_size,
-            warn_seconds=config.warn_seconds,
-            timeout_seconds=config.timeout_seconds,
-        )
-        files.append(undo.enter_context(file))
-    return dict(zip(streamed, homes)), files
-
-
-def fill_slots(tiers: Tiers, progress: "Callable[[int], None]") -> None:
-    """Write every slot of every path once, all paths at the same time; ``progress`` gets bytes written since its last call.
-
-    Raises:
-        CapacityError, PathIOError: a path is full, or fails.
-    """
-    ended = threading.Event()
-
-    def go_on(nbytes: int) -> None:
-        if ended.is_set():
-            raise OffloadError("another path failed while this one was filled")
-        progress(nbytes)
-
-    with ThreadPoolExecutor(max(1, len(tiers.files)), "mlp-offload-fill") as threads:
-        try:
-            for done in as_completed([threads.submit(file.write_all_slots, go_on) for file in tiers.files]):
-                done.result()
-        except BaseException as error:  # nobody waits for the other paths, which may have minutes to go
-            ended.set()
-            tiers.hung |= isinstance(error, PathTimeoutError)
-            raise
-
-
-def _host_memory(config: OffloadConfig, rank: RankContext) -> int:
-    """The budget of this rank, bytes."""
-    if config.host_memory == AUTO:
-        return int(available_memory_bytes() * config.host_memory_fraction) // rank.local_rank_count
-    return int(config.host_memory)
-
-
-def _round_up(nbytes: int, multiple: int) -> int:
+def round_up(nbytes: int, multiple: int) -> int:
+    """The least multiple of ``multiple`` that holds ``nbytes``."""
     return -(-nbytes // multiple) * multiple

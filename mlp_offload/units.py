@@ -44,6 +44,14 @@ def format_bytes(nbytes: float) -> str:
     raise AssertionError("unreachable")
 
 
+def round_up_bytes(nbytes: int) -> str:
+    """ "37MiB" from 37 MiB - 5 B: as an option is written, and never too little."""
+    for factor, suffix in ((2**10, "KiB"), (2**20, "MiB")):
+        if nbytes <= 10240 * factor:
+            return f"{-(-nbytes // factor)}{suffix}"
+    return f"{-(-nbytes // 2**30)}GiB"
+
+
 def format_rate(bytes_per_second: float) -> str:
     """ "1.20 GB/s" from 1.2e9; decimal, as drives are sold."""
     for factor, suffix in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):

@@ -59,9 +59,15 @@ def main() -> int:
         metavar="DIR",
         help="directories for the state, each best on a drive of its own (default: two below .work/)",
     )
+    parser.add_argument("--check-options", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.iterations < COMPARED:
         parser.error(f"--iterations must be at least {COMPARED}: that many are compared with the stock optimizer")
+    for path in options.paths or ():
+        if not (os.path.isdir(path) and os.access(path, os.W_OK)):
+            parser.error(f"--paths {path}: not a directory that can be written; make it first")
+    if options.check_options:
+        return 0
     return quickstart(options.iterations, options.paths)
 
 

@@ -5,12 +5,16 @@
 #
 # Needs Python 3.12 or 3.13 and a C++ compiler; uses up to two GPUs, or the CPU. Under ten minutes on two cores.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
-for argument in "$@"; do
-    case $argument in
-        -h|--help) exec python3 scripts/quickstart.py --help ;;
-    esac
-done
-bash scripts/setup_env.sh --extra examples
-exec .venv/bin/python scripts/quickstart.py "$@"
+# Help and wrong options before minutes of setting up; any Python 3 can read them.
+if command -v python3 >/dev/null; then
+    python3 "$scripts/quickstart.py" --check-options "$@"
+    for argument in "$@"; do
+        case $argument in
+            -h|--help) exit 0 ;;
+        esac
+    done
+fi
+bash "$scripts/setup_env.sh" --extra examples
+exec "$scripts/../.venv/bin/python" "$scripts/quickstart.py" "$@"

@@ -6,9 +6,20 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from .. import __version__
+
 _DESCRIPTION = """\
 Optimizer-state offload for Megatron-LM: fp32 master weights and Adam moments live in
 host memory and on storage paths; the model and its numbers stay those of the stock optimizer.
+"""
+
+_EXAMPLE = """\
+example:
+  torchrun --nproc-per-node 2 --no-python mlp-offload run pretrain_gpt ... \\
+      --use-distributed-optimizer --optimizer-offload mlp \\
+      --mlp-offload-path /nvme/scratch --mlp-offload-path /lustre/me/scratch
+
+`mlp-offload run --help` explains it and shows more.
 """
 
 _RUN_DESCRIPTION = """\
@@ -38,8 +49,9 @@ examples:
 def build_parser() -> argparse.ArgumentParser:
     """The command line: one subcommand a job."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="mlp-offload", description=_DESCRIPTION, formatter_class=raw)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser = argparse.ArgumentParser(prog="mlp-offload", description=_DESCRIPTION, epilog=_EXAMPLE, formatter_class=raw)
+    parser.add_argument("--version", action="version", version=f"mlp-offload {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     run = commands.add_parser(
         "run",
         help="run a Megatron script with optimizer offload",
@@ -54,7 +66,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: "Sequence[str] | None" = None) -> int:
     """Run one command; returns the exit status."""
-    options = build_parser().parse_args(argv)
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     if options.command == "run":
         from ..megatron.launcher import run
 

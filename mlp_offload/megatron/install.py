@@ -6,10 +6,9 @@ import functools
 import inspect
 import os
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import megatron.core.optimizer as factory_module
@@ -21,8 +20,8 @@ from ..config import OffloadConfig
 from ..errors import ConfigError, SelfCheckError
 from ..optimizer import pin_memory
 from ..pipeline import RankContext, StepPipeline
+from ..startup import describe, progress
 from ..transfers import staging_bytes
-from ..units import format_bytes
 from .distributed_optimizer import MLPDistributedOptimizer
 from .gradients import clip_coefficient
 from .self_check import check_built, check_internals
@@ -174,36 +173,25 @@ def _start(config: OffloadConfig, parts: "list[MLPDistributedOptimizer]") -> Non
     try:
         kernel = AdamKernel(config.update_threads or default_threads(context.local_rank_count), config.adam_variant)
         resources.stack.callback(kernel.close)
-        pipeline = StepPipeline(
-            config,
-            spaces={name: [shard.numel for shard in part.shards] for name, part in spaces.items()},
-            rank=context,
-            reserved_bytes=staging_bytes(weights, largest, 4),
-            pin=pin_memory if weights[0].is_cuda else None,
-            on_progress=_progress_line() if context.rank == 0 else None,
-        )
-        resources.stack.callback(pipeline.close)
-        for name, part in spaces.items():
-            part.start(pipeline, name, kernel, resources)
-        pipeline.initialize(lambda space, subgroup, view: spaces[space].fill(subgroup, view))
+        first = context.rank == 0
+        with progress() if first else nullcontext() as show:
+            pipeline = StepPipeline(
+                config,
+                spaces={name: [shard.numel for shard in part.shards] for name, part in spaces.items()},
+                rank=context,
+                reserved_bytes=staging_bytes(weights, largest, 4),
+                pin=pin_memory if weights[0].is_cuda else None,
+                on_progress=show,
+            )
+            resources.stack.callback(pipeline.close)
+            if first:
+                print(describe(pipeline.tiers, context, kernel), flush=True)
+            for name, part in spaces.items():
+                part.start(pipeline, name, kernel, resources)
+            pipeline.initialize(lambda space, subgroup, view: spaces[space].fill(subgroup, view))
     except BaseException:
         resources.close()
         raise
-
-
-def _progress_line(seconds: float = 5.0) -> "Callable[[int, int], None]":
-    """A callback that prints how much of the state is written, every few seconds and at the end."""
-    begun = shown = time.monotonic()
-
-    def show(done_bytes: int, total_bytes: int) -> None:
-        nonlocal shown
-        now = time.monotonic()
-        if now - shown >= seconds or (done_bytes >= total_bytes and shown > begun):
-            shown = now
-            done, total = format_bytes(done_bytes), format_bytes(total_bytes)
-            print(f"mlp-offload: optimizer state: {done} of {total} written", flush=True)
-
-    return show
 
 
 @contextmanager

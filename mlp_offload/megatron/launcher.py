@@ -2,7 +2,7 @@
 
 [Note: what the launcher adds to Megatron]
 1. ``add_megatron_arguments`` (called by every version's argument parser) also adds the flags of ``config.py``.
-2. ``validate_args`` first refuses what offload does not work with, in one sentence each.
+2. ``validate_args`` first refuses what cannot work, in one sentence each.
 3. ``set_global_variables`` (called when the arguments are final) installs the optimizer if it was asked for.
 4. ``train_step`` afterwards tells the step's loss to the telemetry, and prints a summary every ``--log-interval``.
 5. Without a GPU, ``initialize_megatron`` is told that this is allowed.
@@ -12,12 +12,15 @@ the launcher.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import json
 import multiprocessing
 import os
 import runpy
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +31,7 @@ from . import ranks, switch
 
 OWN_SCRIPT = "pretrain_gpt"
 FAILED, INTERRUPTED = 1, 130
+_SILENT_SECONDS = 3.0
 
 
 def run(script: str, arguments: "Sequence[str]") -> None:
@@ -49,11 +53,12 @@ def run(script: str, arguments: "Sequence[str]") -> None:
             stop.code if isinstance(stop.code, int) else FAILED, "" if isinstance(stop.code, int) else str(stop.code)
         )
     except OffloadError as error:
-        _leave(FAILED, f"{type(error).__name__}: {error}")
+        _leave(FAILED, f"{type(error).__name__}: {error}", known_cause=True)
     except KeyboardInterrupt:
         _leave(INTERRUPTED, "interrupted")
-    except BaseException:
-        _leave(FAILED, traceback.format_exc())
+    except BaseException as error:
+        in_collective = "torch/distributed/" in traceback.extract_tb(error.__traceback__)[-1].filename
+        _leave(FAILED, traceback.format_exc(), after_others=in_collective)
 
 
 def _run(script: str, arguments: "Sequence[str]") -> None:
@@ -110,18 +115,41 @@ def _find_script(script: str) -> "Path | None":
     raise ConfigError(f"script {script!r}: no such file; give a Megatron script, or {OWN_SCRIPT} for the built-in one")
 
 
-def _leave(code: int, message: str) -> "NoReturn":
+def _leave(code: int, message: str, known_cause: bool = False, after_others: bool = False) -> "NoReturn":
     """Print and end this process at once, so that no other rank waits for it in a collective.
 
     No exit handlers run: they could wait for other ranks, or for storage that no longer answers. The kernel drops
     memory and locks, and scratch files go with their owner. torchrun ends the other ranks when one fails;
     srun does so with ``--kill-on-bad-exit=1``.
+
+    [Note: one rank speaks] Bad input fails on all ranks of a node alike, and a collective fails because another rank died.
+    So the node's first rank speaks at once, the others and those that failed in a collective a moment later, in which
+    the launcher ends them: the message is told once, by the rank that has it.
+
+    Args:
+        known_cause: the message explains the end of the whole job.
+        after_others: this rank failed most likely because another did.
     """
     for child in multiprocessing.active_children():
         child.terminate()
+    rank = os.environ.get("RANK", "0")
     if message:
-        rank = os.environ.get("RANK", "0")
-        print(f"mlp-offload: rank {rank}: {message.rstrip()}", file=sys.stderr)
+        if after_others or os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(_SILENT_SECONDS)
+        message = f"mlp-offload: rank {rank}: {message.rstrip()}"
+        print(message, file=sys.stderr)
+        if known_cause:
+            _tell_torchrun(message)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _tell_torchrun(message: str) -> None:
+    """Leave the message where torchrun looks for the root cause, which it prints last; srun names no such file."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        # Its format for an exception: what it calls the call stack is what it prints.
+        cause = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps({"message": cause}))

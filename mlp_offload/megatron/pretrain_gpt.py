@@ -152,7 +152,9 @@ def _leave_out_what_is_not_installed(parser: argparse.ArgumentParser) -> argpars
 
 def main() -> None:
     """Train as the command line says."""
-    args = parse_and_validate_args(_leave_out_what_is_not_installed, {"tokenizer_type": "GPT2BPETokenizer"})
+    args = parse_and_validate_args(
+        _leave_out_what_is_not_installed, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
+    )
     model_config = gpt_config_from_args(args)
     build_datasets.is_distributed = True  # every rank calls it; it decides there who reads
     pretrain(

@@ -2,33 +2,55 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
 
-from ..config import add_arguments, from_arguments
+from ..config import MODES, OffloadConfig, add_arguments, from_arguments
 from ..errors import ConfigError
+from ..storage.jobdir import check_directories
+
+_OUR_FLAG = re.compile(r"--(no-)?mlp-offload")
 
 
 def add_flags(parser: ArgumentParser) -> ArgumentParser:
-    """Add the flags of ``config.py`` to Megatron's parser, unless they are there already."""
+    """Add the flags of ``config.py`` to Megatron's parser, unless they are there already.
+
+    Raises:
+        ConfigError: the command line has a misspelt one. Told here in one sentence: the parser would print all of
+            Megatron's flags first, on every rank, and a script may let it skip what it does not know.
+    """
     if "--optimizer-offload" not in parser._option_string_actions:  # no public way to ask
         add_arguments(parser)
+    known = [name for name in parser._option_string_actions if _OUR_FLAG.match(name)]
+    for argument in sys.argv[1:]:
+        flag = argument.partition("=")[0]
+        if _OUR_FLAG.match(flag) and flag not in known:
+            close = difflib.get_close_matches(flag, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known flags: {', '.join(known)}"
+            raise ConfigError(f"unknown flag {flag}: {hint}")
     return parser
 
 
-def check(args: Namespace) -> None:
-    """Refuse what offload does not work with, when it was asked for.
+def check(args: Namespace) -> "OffloadConfig | None":
+    """Refuse what cannot work, before a large model is built; None when offload was not asked for.
 
     Raises:
-        ConfigError: one sentence that says what to change.
+        ConfigError: an option of Megatron's that offload does not go together with, a bad option of ours, or a path
+            that cannot be used on this rank; one sentence that says what to change.
     """
-    if getattr(args, "optimizer_offload", "none") == "mlp":
-        from .validate import validate
+    if not _wanted(args):
+        return None
+    from .validate import validate
 
-        validate(args)
+    validate(args)
+    config = from_arguments(args)
+    check_directories([path.resolved_directory() for path in config.paths])
+    return config
 
 
 def switch_on(args: Namespace) -> None:
@@ -45,15 +67,15 @@ def switch_on(args: Namespace) -> None:
             "--yaml-cfg makes Megatron ignore all flags, --optimizer-offload too: "
             "put 'optimizer_offload: mlp' and 'mlp_offload_path: [DIR, ...]' into the YAML file"
         )
-    check(args)
-    if getattr(args, "optimizer_offload", "none") != "mlp":
+    config = check(args)
+    if config is None:
         return
     from megatron.training import get_args, training
 
     from .install import install
     from .step_report import after_train_step
 
-    install(from_arguments(args))
+    install(config)
     if not hasattr(training.train_step, "offload_report"):
         report = after_train_step(training.train_step, get_args)
         wrapped = wrap(training.train_step, after=report)
@@ -82,3 +104,10 @@ def rebind(function: "Callable[..., Any]", replacement: "Callable[..., Any]") ->
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("megatron.") and getattr(module, name, None) is function:
             setattr(module, name, replacement)
+
+
+def _wanted(args: Namespace) -> bool:
+    mode = getattr(args, "optimizer_offload", "none")
+    if mode not in MODES:
+        raise ConfigError(f"--optimizer-offload {mode!r}: must be one of {', '.join(MODES)}")
+    return mode == "mlp"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..config import PathConfig
 from ..errors import CapacityError, ConfigError
-from ..units import format_bytes
+from ..units import format_bytes, round_up_bytes
 
 
 @dataclass(frozen=True)
@@ -26,31 +26,36 @@ class Residency:
     residents: "frozenset[int]"
 
 
+RECORD_ALIGNMENT = 4096
+"""Records begin and end on this many bytes: what direct I/O asks for on nearly every file system."""
+
 MINIMUM_STAGING = 3
 """One buffer fetching, one updating, one flushing."""
 
 
-def choose_residents(subgroup_count: int, buffer_bytes: int, host_memory: int, staging_count: int) -> Residency:
+def choose_residents(
+    subgroup_count: int, buffer_bytes: int, host_memory: int, staging_count: int, reserved_bytes: int = 0
+) -> Residency:
     """Spend ``host_memory`` bytes on buffers of ``buffer_bytes``: staging first, residents with the rest.
+
+    Args:
+        reserved_bytes: part of ``host_memory`` that is spent elsewhere, in proportion to the subgroup size.
 
     Raises:
         ConfigError: the budget holds fewer than three buffers and not the whole state; says how much it
             would take, and which subgroup size would fit.
     """
-    affordable = host_memory // buffer_bytes
+    affordable = max(0, host_memory - reserved_bytes) // buffer_bytes
     if affordable >= subgroup_count:
         return Residency(subgroup_count, 0, frozenset(range(subgroup_count)))
     if affordable < MINIMUM_STAGING:
-        fits = host_memory // MINIMUM_STAGING // 12 // 16 * 16
-        shrink = (
-            f"or lower subgroup_size to at most {fits} elements"
-            if fits >= 1024
-            else "there is no smaller subgroup_size that helps"
-        )
+        needed = MINIMUM_STAGING * buffer_bytes + reserved_bytes
+        fits = buffer_bytes * host_memory // needed // RECORD_ALIGNMENT * RECORD_ALIGNMENT // 12 // 16 * 16
+        shrink = f", or lower subgroup_size to {fits}" if fits >= 1024 else ""
+        reserved = f" beside {format_bytes(reserved_bytes)} for gradients and weights" if reserved_bytes else ""
         raise ConfigError(
-            f"host_memory {format_bytes(host_memory)} holds {affordable} buffers of {format_bytes(buffer_bytes)}; the pipeline needs "
-            f"{MINIMUM_STAGING} (one fetching, one updating, one flushing): raise host_memory to at least "
-            f"{format_bytes(MINIMUM_STAGING * buffer_bytes)}, {shrink}"
+            f"host_memory {format_bytes(host_memory)} holds {affordable} buffers of {format_bytes(buffer_bytes)}{reserved}; the pipeline "
+            f"needs {MINIMUM_STAGING} (one fetching, one updating, one flushing): raise host_memory to {round_up_bytes(needed)}{shrink}"
         )
     staging = min(staging_count, affordable)
     resident_count = affordable - staging
@@ -59,7 +64,12 @@ def choose_residents(subgroup_count: int, buffer_bytes: int, host_memory: int, s
 
 
 def place(
-    count: int, paths: Sequence[PathConfig], slot_bytes: int, free_bytes: Sequence[int], spare_count: int = 0
+    count: int,
+    paths: Sequence[PathConfig],
+    slot_bytes: int,
+    free_bytes: Sequence[int],
+    spare_count: int = 0,
+    rank_count: int = 1,
 ) -> "tuple[int, ...]":
     """Spread ``count`` subgroups over paths in proportion to sustained bandwidth; returns a path index each.
 
@@ -71,6 +81,7 @@ def place(
         slot_bytes: bytes of one slot.
         free_bytes: what each path can give this rank.
         spare_count: further slots that every used path must hold (flushes go to a free slot).
+        rank_count: ranks of this node, which all need as much; for the message.
 
     Raises:
         CapacityError: all paths together cannot hold the state; names each path, needed and free bytes.
@@ -85,10 +96,16 @@ def place(
             f"{p.directory!r} has {format_bytes(f)} for this rank, room for {r} of them"
             for p, f, r in zip(paths, free_bytes, room)
         )
-        short = (count - sum(room)) * slot_bytes
+        # On one path, and enough: the least that makes room for what the others do not hold, spares included.
+        short, path = min(
+            ((count - sum(room) + room[i] + spare_count) * slot_bytes - free_bytes[i], paths[i].directory)
+            for i in range(len(paths))
+        )
+        ranks = f" ({rank_count} ranks)" if rank_count > 1 else ""
         raise CapacityError(
             f"the paths cannot hold the state: {count} slots of {format_bytes(slot_bytes)} = {format_bytes(count * slot_bytes)} are needed, "
-            f"and {spare_count} spare ones on each path; {held}. Free {format_bytes(short)}, add a path, or raise host_memory"
+            f"and {spare_count} spare ones on each path; {held}. Free {round_up_bytes(short * rank_count)}{ranks} on {path!r}, add a path, "
+            "or raise host_memory"
         )
     quota = [0] * len(paths)
     for _ in range(count):

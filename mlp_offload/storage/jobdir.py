@@ -5,7 +5,7 @@
 2. Make the job directory, or find it private. Start the sweeper, which removes the file when this process dies,
    whatever ends it.
 3. Remove a file of that name: its owner would hold the lock, so it is dead (the node went down, or everything
-   of the job was killed at once, sweeper included). Then the same for other ranks' files of this host.
+   of the job was killed at once, sweeper included). Then the same for files of other ranks and jobs of this host.
 4. Create the file, mode 0600.
 5. ``close()``: remove the file, and the directory if empty; dismiss the sweeper; give the lock back.
 
@@ -19,6 +19,7 @@ import os
 import pwd
 import re
 import socket
+import stat
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 _HELD_SECONDS = 2.0
 _SWEEP_SECONDS = 30.0
 _NAME_LIMIT = 100
+_JOB_PREFIX = "mlp-offload-"
 
 # Environment variable -> how its value becomes a job name; the first that is set wins.
 _JOB_VARIABLES = (
@@ -93,6 +95,8 @@ def check_directories(directories: Sequence[str | os.PathLike[str]]) -> list[Pat
             raise ConfigError(f"path '{name}': {reason}. Create it on every node, or name another one.") from error
         if not real.is_dir():
             raise ConfigError(f"path '{name}' is not a directory. Name a directory on the device to use.")
+        if os.statvfs(real).f_flag & os.ST_RDONLY:
+            raise ConfigError(f"path '{name}' is on a file system that is mounted read-only. Name another directory.")
         if not os.access(real, os.W_OK | os.X_OK, effective_ids=True):
             raise ConfigError(f"path '{name}' is not writable for user id {os.geteuid()}. Change its permissions.")
         key = (found.st_dev, found.st_ino)
@@ -133,7 +137,7 @@ class ScratchFile:
             PathInUseError: another living process holds this very file.
         """
         (parent,) = check_directories([directory])
-        job_directory = parent / f"mlp-offload-{_file_safe(job, 'job')}"
+        job_directory = parent / f"{_JOB_PREFIX}{_file_safe(job, 'job')}"
         path = job_directory / f"{host_name()}-rank{rank:04d}-{_file_safe(name, 'name')}.state"
         # Undone in reverse, here and in close(): while the lock is held, no successor's file can be taken for ours.
         with ExitStack() as undo:
@@ -227,24 +231,44 @@ def _create_file(path: Path) -> None:
 
 
 def _reclaim_stale(path: Path, job: str) -> int:
-    """Remove what dead processes of this host left in the job directory; bytes removed. ``path``'s lock is ours."""
-    reclaimed_bytes = _unlink_size(path)
+    """Remove what dead processes of this user and host left on the path; bytes removed. ``path``'s lock is ours.
+
+    Other jobs' directories count too: a job that starts again under a new name would never find its own leftovers.
+    """
     pattern = re.compile(re.escape(host_name()) + r"-rank\d+-[A-Za-z0-9._-]+\.state")
-    try:
-        names = os.listdir(path.parent)
-    except FileNotFoundError:
-        names = []
-    for name in names:
-        other = path.parent / name
-        if name == path.name or not pattern.fullmatch(name):
-            continue
-        lock = NodeLock.acquire(str(other), {"pid": os.getpid(), "job": job, "state_file": str(other)})
-        if lock is not None:
-            reclaimed_bytes += _unlink_size(other)
-            lock.release()
+    reclaimed_bytes = _unlink_size(path)
+    jobs = {job} if reclaimed_bytes else set()
+    for directory in _private_job_directories(path.parent.parent):
+        with suppress(OSError):  # another process removes it at this moment
+            for other in [file for file in directory.iterdir() if pattern.fullmatch(file.name) and file != path]:
+                lock = NodeLock.acquire(str(other), {"pid": os.getpid(), "job": job, "state_file": str(other)})
+                if lock is not None:
+                    nbytes = _unlink_size(other)
+                    lock.release()
+                    reclaimed_bytes += nbytes
+                    jobs |= {directory.name.removeprefix(_JOB_PREFIX)} if nbytes else set()
+        if directory != path.parent:
+            with suppress(OSError):  # not empty, or gone
+                directory.rmdir()
     if reclaimed_bytes:
-        log.warning("path '%s': removed %s left by a dead process", path.parent, format_bytes(reclaimed_bytes))
+        log.warning(
+            "path '%s': removed %s left by dead processes (job %s)",
+            path.parent.parent,
+            format_bytes(reclaimed_bytes),
+            ", ".join(sorted(jobs)),
+        )
     return reclaimed_bytes
+
+
+def _private_job_directories(parent: Path) -> "list[Path]":
+    """Job directories on a path that are ours alone, sorted."""
+    ours = []
+    for directory in sorted(parent.glob(f"{_JOB_PREFIX}*")):
+        with suppress(FileNotFoundError):
+            found = directory.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+                ours.append(directory)
+    return ours
 
 
 def _unlink_size(path: Path) -> int:

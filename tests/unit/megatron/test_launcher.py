@@ -56,6 +56,9 @@ def test_one_process_trains_with_offload_and_tells_its_losses(tmp_path):
     summaries = [line for line in done.stdout.splitlines() if "| offload: step" in line]
     assert [line.split()[1] for line in summaries] == ["2"]
     assert done.stderr.count("no GPU found") == 1
+    assert "  state                 695.2 KiB: 59328 parameters in 20 subgroups" in done.stdout
+    assert "  host_memory           600.0 KiB" in done.stdout
+    assert f"  path                  {storage[1]}: " in done.stdout
     assert [list(directory.iterdir()) for directory in storage] == [[], []]
 
 
@@ -65,6 +68,33 @@ def test_an_option_that_offload_refuses_is_told_in_one_line(tmp_path):
     told = [line for line in done.stderr.splitlines() if line.startswith("mlp-offload: rank")]
     assert len(told) == 1 and "--use-distributed-optimizer" in told[0]
     assert "Traceback" not in done.stderr
+
+
+def test_a_flag_that_nobody_knows_is_refused():
+    done = run("pretrain_gpt", *TINY.split(), "--num-layrs", "2")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("error: unrecognized arguments: --num-layrs 2")
+
+
+SAME_MOMENT = """
+import torch
+from mlp_offload.megatron import pretrain_gpt
+torch.distributed.init_process_group("nccl")
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+pretrain_gpt.main()
+"""
+
+
+def test_bad_input_is_told_once_by_all_ranks_before_the_model_is_built_and_as_torchruns_root_cause(tmp_path):
+    flags = ["--use-distributed-optimizer", "--optimizer-offload", "mlp", f"--mlp-offload-path={tmp_path}/missing"]
+    (tmp_path / "script.py").write_text(SAME_MOMENT)
+    done = run(str(tmp_path / "script.py"), *TINY.split(), *flags, ranks=2)
+    assert done.returncode == 1
+    message = f"ConfigError: path '{tmp_path}/missing': No such file or directory. Create it on every node"
+    told = [line for line in done.stderr.splitlines() if message in line]
+    assert [line.partition("mlp-offload: rank")[0].strip() for line in told] == ["", "traceback :"]
+    assert "building" not in done.stdout and "number of parameters" not in done.stdout
 
 
 def test_a_missing_script_is_told_without_loading_torch():

@@ -344,10 +344,33 @@ def test_what_a_dead_process_left_is_reclaimed_but_not_what_lives_or_lies_on_oth
             assert file.path.stat().st_size == 0 and alive.path.exists() and not dead.exists()
             assert [path.read_text() for path in foreign] == ["keep"] * 3
         assert [record.getMessage() for record in caplog.records] == [
-            f"path '{alive.path.parent}': removed 4.0 MiB left by a dead process"
+            f"path '{tmp_path}': removed 4.0 MiB left by dead processes (job j)"
         ]
     assert not lock_path(str(dead)).exists()
     shutil.rmtree(alive.path.parent)
+
+
+def test_what_another_job_left_is_reclaimed_too_but_not_what_is_not_ours(tmp_path, caplog):
+    """Under torchrun every start has a new name."""
+    dead, strangers = state_path(tmp_path, job="dead"), state_path(tmp_path, job="open-to-others")
+    for path, mode in ((dead, 0o700), (strangers, 0o755)):
+        path.parent.mkdir(mode=mode)
+        path.write_bytes(bytes(1 << 20))
+    with create(tmp_path, job="alive") as alive, create(tmp_path, job="next", rank=1) as file:
+        assert alive.path.exists() and file.path.exists() and strangers.exists()
+        assert not dead.parent.exists()
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [f"path '{tmp_path}': removed 1.0 MiB left by dead processes (job dead)"]
+
+
+def test_a_read_only_file_system_is_named_as_such(tmp_path):
+    script = 'mount -t tmpfs -o ro tmpfs "$1" && exec "$2" -c "$3" "$1"'
+    code = "import sys; from mlp_offload.storage.jobdir import check_directories; check_directories(sys.argv[1:])"
+    command = ["unshare", "-Urm", "sh", "-c", script, "sh", str(tmp_path), sys.executable, code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    if done.stderr.startswith(("unshare:", "mount:")):
+        pytest.skip(f"no private mounts here: {done.stderr.strip()}")
+    assert f"path '{tmp_path}' is on a file system that is mounted read-only" in done.stderr
 
 
 def test_the_lock_is_not_free_before_a_dead_holders_files_are_gone(tmp_path):

@@ -1,0 +1,118 @@
+"""Open the tiers of a rank: check, plan, make state files and host buffers, write every slot once."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+from .config import AUTO, OffloadConfig
+from .errors import OffloadError, PathTimeoutError
+from .plan.placement import RECORD_ALIGNMENT, choose_residents, place
+from .plan.subgroups import Subgroup
+from .storage.buffers import BufferPool
+from .storage.jobdir import ScratchFile, check_directories, job_name
+from .storage.memory import available_memory_bytes
+from .storage.statefile import StateFile, free_bytes
+from .tiers import Entry, RankContext, Tiers, round_up
+
+
+def open_tiers(
+    config: OffloadConfig, subgroups: "tuple[Subgroup, ...]", rank: RankContext, name: str, reserved_bytes: int = 0
+) -> Tiers:
+    """Check everything, then make pool and state files. Nothing is left behind after an error.
+
+    Args:
+        subgroups: of all spaces.
+        reserved_bytes: part of the host-memory budget that the caller spends itself.
+
+    Raises:
+        ConfigError, CapacityError, PathInUseError: each names the subject, the numbers and the next step.
+    """
+    directories = [str(d) for d in check_directories([p.resolved_directory() for p in config.paths])]
+    slot_bytes = round_up(max((s.record_bytes for s in subgroups), default=1), RECORD_ALIGNMENT)
+    staging_count = config.staging_count or 2 + 2 * len(directories)
+    residency = choose_residents(len(subgroups), slot_bytes, _host_memory(config, rank), staging_count, reserved_bytes)
+    streamed = [i for i in range(len(subgroups)) if i not in residency.residents]
+    with contextlib.ExitStack() as undo:
+        homes, files = _make_files(undo, config, directories, streamed, residency.staging_count, slot_bytes, rank, name)
+        alignment = max([RECORD_ALIGNMENT, *(file.alignment for file in files)])
+        pool = BufferPool(max(1, residency.buffer_count), round_up(slot_bytes, alignment))
+        for file in files:
+            file.engine.register_buffers(*pool.region, keepalive=pool)
+        undo.pop_all()  # closed by the tiers from now on
+    return Tiers(config, subgroups, residency, homes, pool, directories, files, [Entry() for _ in subgroups])
+
+
+def _make_files(
+    undo: contextlib.ExitStack,
+    config: OffloadConfig,
+    directories: "list[str]",
+    streamed: "list[int]",
+    spare_count: int,
+    slot_bytes: int,
+    rank: RankContext,
+    name: str,
+) -> "tuple[dict[int, int], list[StateFile]]":
+    """(homes, state files); none where everything is resident. ``undo`` removes what was made."""
+    if not streamed:
+        return {}, []
+    job, ranks = job_name(config.job), rank.local_rank_count
+    scratches = [
+        undo.enter_context(ScratchFile.create(directory, job=job, rank=rank.rank, name=name))
+        for directory in directories
+    ]
+    room = []
+    for path, directory, scratch in zip(config.paths, directories, scratches):
+        free = free_bytes(directory) + scratch.neighbour_bytes()
+        room.append((free if path.capacity is None else min(free, path.capacity)) // ranks)
+    homes = place(len(streamed), config.paths, slot_bytes, room, spare_count, ranks)
+    files = []
+    for i, (path, scratch) in enumerate(zip(config.paths, scratches)):
+        file = StateFile.create(
+            scratch,
+            slot_count=homes.count(i) + spare_count,
+            slot_bytes=slot_bytes,
+            kind=config.engine if path.engine == AUTO else path.engine,
+            direct=config.direct,
+            capacity_bytes=path.capacity,
+            local_rank_count=ranks,
+            threads=config.threads,
+            iodepth=config.iodepth,
+            block_size=config.block_size,
+            warn_seconds=config.warn_seconds,
+            timeout_seconds=config.timeout_seconds,
+        )
+        files.append(undo.enter_context(file))
+    return dict(zip(streamed, homes)), files
+
+
+def fill_slots(tiers: Tiers, progress: "Callable[[int], None]") -> None:
+    """Write every slot of every path once, all paths at the same time; ``progress`` gets bytes written since its last call.
+
+    Raises:
+        CapacityError, PathIOError: a path is full, or fails.
+    """
+    ended = threading.Event()
+
+    def go_on(nbytes: int) -> None:
+        if ended.is_set():
+            raise OffloadError("another path failed while this one was filled")
+        progress(nbytes)
+
+    with ThreadPoolExecutor(max(1, len(tiers.files)), "mlp-offload-fill") as threads:
+        try:
+            for done in as_completed([threads.submit(file.write_all_slots, go_on) for file in tiers.files]):
+                done.result()
+        except BaseException as error:  # nobody waits for the other paths, which may have minutes to go
+            ended.set()
+            tiers.hung |= isinstance(error, PathTimeoutError)
+            raise
+
+
+def _host_memory(config: OffloadConfig, rank: RankContext) -> int:
+    """The budget of this rank, bytes."""
+    if config.host_memory == AUTO:
+        return int(available_memory_bytes() * config.host_memory_fraction) // rank.local_rank_count
+    return int(config.host_memory)

@@ -1,0 +1,74 @@
+"""What a person sees at start-up: what was decided, and how far the writing of the state is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from .adam.kernel import AdamKernel
+from .storage.statefile import free_bytes
+from .tiers import RankContext, Tiers
+from .units import format_bytes
+
+Progress = Callable[[int, int], None]
+"""Called with bytes written so far and bytes in all."""
+
+
+def describe(tiers: Tiers, rank: RankContext, kernel: AdamKernel) -> str:
+    """The options as they are used, then what this rank made of them: a line for the state, the memory and each path."""
+    subgroups, residency = tiers.subgroups, tiers.residency
+    numel = sum(subgroup.numel for subgroup in subgroups)
+    share = sum(subgroups[i].numel for i in residency.residents) / numel if numel else 1.0
+    lines = [
+        f"mlp-offload: options\n{tiers.config.echo()}",
+        f"mlp-offload: rank {rank.rank}, one of {rank.local_rank_count} on its node",
+        f"  state                 {format_bytes(12 * numel)}: {numel} parameters in {len(subgroups)} subgroups",
+        f"  host memory           {format_bytes(tiers.pool.region[1])}: {len(residency.residents)} resident subgroups "
+        f"({share:.0%} of the state) and {residency.staging_count} buffers in motion",
+        f"  Adam kernel           {kernel.variant}, threads: {kernel.threads}",
+    ]
+    for index, (directory, file) in enumerate(zip(tiers.directories, tiers.files)):
+        lines.append(
+            f"  path                  {directory}: {tiers.homes_on(index)} subgroups, {format_bytes(file.nbytes)} with spare "
+            f"slots in {file.path.relative_to(directory)}; {file.engine.kind}, "
+            f"{'direct' if file.direct else 'through the page cache'}; {format_bytes(free_bytes(file.path.parent))} stay free"
+        )
+    if not tiers.files:
+        lines.append("  nothing goes to storage: host memory holds the whole state")
+    return "\n".join(lines)
+
+
+@contextmanager
+def progress(stream: "TextIO | None" = None, every_seconds: float = 5.0) -> "Iterator[Progress]":
+    """A callback that shows how much of the state is written: a bar on a terminal, else a line now and then."""
+    stream = stream or sys.stdout
+    if not stream.isatty():
+        yield _lines(stream, every_seconds)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    columns += (TransferSpeedColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(file=stream)) as bar:
+        task = bar.add_task("mlp-offload: writing the state", total=None)
+        yield lambda done_bytes, total_bytes: bar.update(task, completed=done_bytes, total=total_bytes)
+
+
+def _lines(stream: TextIO, every_seconds: float) -> Progress:
+    begun = shown = time.monotonic()
+
+    def show(done_bytes: int, total_bytes: int) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if now - shown >= every_seconds or (done_bytes >= total_bytes and shown > begun):
+            shown = now
+            done, total = format_bytes(done_bytes), format_bytes(total_bytes)
+            rate = format_bytes(done_bytes / (now - begun))
+            print(f"mlp-offload: writing the state: {done} of {total}, {rate}/s", file=stream, flush=True)
+
+    return show

@@ -1,0 +1,67 @@
+"""What a newcomer types first: help that teaches, wrong options that are told at once."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlp_offload.cli.main import main
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def told(capsys, *arguments):
+    """(exit status, stdout, stderr) of the command."""
+    try:
+        status = main(arguments)
+    except SystemExit as stop:
+        status = stop.code
+    return (status, *capsys.readouterr())
+
+
+def test_help_shows_a_command_line_to_copy(capsys):
+    for arguments in (["--help"], ["run", "--help"]):
+        status, output, _ = told(capsys, *arguments)
+        assert status == 0
+        assert "torchrun --nproc-per-node 2 --no-python mlp-offload run pretrain_gpt" in output
+        assert "--mlp-offload-path /nvme/scratch --mlp-offload-path /lustre/me/scratch" in output
+
+
+def test_without_a_command_it_shows_the_help_and_fails(capsys):
+    status, output, error = told(capsys)
+    assert (status, output) == (2, "")
+    assert "example:" in error and "mlp-offload run --help" in error
+
+
+def test_an_unknown_command_is_told_with_those_that_exist(capsys):
+    status, _, error = told(capsys, "fly")
+    assert status == 2 and "'fly'" in error and "run" in error.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "arguments, status, message",
+    [
+        (["--help"], 0, "--iterations"),
+        (["--iteratons", "20"], 2, "unrecognized arguments: --iteratons 20"),
+        (["--iterations", "3"], 2, "--iterations must be at least 10"),
+        (["--paths", "/nowhere/at/all"], 2, "--paths /nowhere/at/all: not a directory"),
+    ],
+)
+def test_the_quickstart_tells_wrong_options_before_it_sets_anything_up(tmp_path, arguments, status, message):
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    for name in ("quickstart.sh", "quickstart.py"):
+        (scripts / name).write_bytes((REPOSITORY / "scripts" / name).read_bytes())
+    (scripts / "setup_env.sh").write_text("echo SETTING UP")
+    done = subprocess.run(
+        ["bash", str(scripts / "quickstart.sh"), *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=60
+    )
+    assert done.returncode == status
+    assert message in done.stdout + done.stderr and "SETTING UP" not in done.stdout
+
+
+def test_the_quickstart_takes_paths_from_where_it_was_called(tmp_path):
+    (tmp_path / "state").mkdir()
+    command = [sys.executable, str(REPOSITORY / "scripts" / "quickstart.py"), "--check-options", "--paths", "state"]
+    assert subprocess.run(command, cwd=tmp_path, timeout=60).returncode == 0
