@@ -49,8 +49,9 @@ def choose_residents(
     if affordable >= subgroup_count:
         return Residency(subgroup_count, 0, frozenset(range(subgroup_count)))
     if affordable < MINIMUM_STAGING:
-        needed = MINIMUM_STAGING * buffer_bytes + reserved_bytes
-        fits = buffer_bytes * host_memory // needed // RECORD_ALIGNMENT * RECORD_ALIGNMENT // 12 // 16 * 16
+        piped = MINIMUM_STAGING * buffer_bytes + reserved_bytes
+        needed = min(piped, subgroup_count * buffer_bytes + reserved_bytes)  # all of a small state may be less
+        fits = buffer_bytes * host_memory // piped // RECORD_ALIGNMENT * RECORD_ALIGNMENT // 12 // 16 * 16
         shrink = f", or lower subgroup_size to {fits}" if fits >= 1024 else ""
         reserved = f" beside {format_bytes(reserved_bytes)} for gradients and weights" if reserved_bytes else ""
         raise ConfigError(
@@ -97,15 +98,16 @@ def place(
             for p, f, r in zip(paths, free_bytes, room)
         )
         # On one path, and enough: the least that makes room for what the others do not hold, spares included.
-        short, path = min(
-            ((count - sum(room) + room[i] + spare_count) * slot_bytes - free_bytes[i], paths[i].directory)
-            for i in range(len(paths))
+        short, i = min(
+            ((count - sum(room) + room[i] + spare_count) * slot_bytes - free_bytes[i], i) for i in range(len(paths))
         )
-        ranks = f" ({rank_count} ranks)" if rank_count > 1 else ""
+        amount, name, capacity = round_up_bytes(short * rank_count), repr(paths[i].directory), paths[i].capacity
+        limited = capacity is not None and free_bytes[i] == capacity // rank_count
+        step = f"Raise the capacity of {name} by {amount}" if limited else f"Free {amount} on {name}"
+        ranks = f" (for {rank_count} ranks)" if rank_count > 1 else ""
         raise CapacityError(
             f"the paths cannot hold the state: {count} slots of {format_bytes(slot_bytes)} = {format_bytes(count * slot_bytes)} are needed, "
-            f"and {spare_count} spare ones on each path; {held}. Free {round_up_bytes(short * rank_count)}{ranks} on {path!r}, add a path, "
-            "or raise host_memory"
+            f"and {spare_count} spare ones on each path; {held}. {step}{ranks}, add a path, or raise host_memory"
         )
     quota = [0] * len(paths)
     for _ in range(count):

@@ -31,7 +31,7 @@ def test_too_little_room_is_an_error_with_the_numbers():
     free = [3 * 2**20, 5 * 2**20 + 1]
     with pytest.raises(CapacityError, match=r"10 slots of 1\.0 MiB = 10\.0 MiB.*'/fast' has 3\.0 MiB") as caught:
         place(10, [FAST, SLOW], 2**20, free, spare_count=1, rank_count=2)
-    assert "Free 8192KiB (2 ranks) on '/slow'" in str(caught.value)
+    assert "Free 8192KiB on '/slow' (for 2 ranks)" in str(caught.value)
     free[1] += 4 * 2**20 - 1
     assert len(place(10, [FAST, SLOW], 2**20, free, spare_count=1)) == 10
     with pytest.raises(CapacityError, match="Free 1KiB on"):
@@ -41,6 +41,13 @@ def test_too_little_room_is_an_error_with_the_numbers():
 def test_the_advice_counts_spares_of_a_path_that_holds_not_even_those():
     with pytest.raises(CapacityError, match="Free 504KiB on '/slow'"):
         place(10, [SLOW], 36 * 2**10, [0], spare_count=4)
+
+
+def test_where_the_capacity_that_was_set_is_the_limit_it_is_to_be_raised():
+    path = PathConfig("/a", capacity=20 * 2**10)
+    with pytest.raises(CapacityError, match=r"Raise the capacity of '/a' by 988KiB \(for 2 ranks\)"):
+        place(10, [path], 36 * 2**10, [10 * 2**10], spare_count=4, rank_count=2)
+    place(10, [PathConfig("/a", capacity=1008 * 2**10)], 36 * 2**10, [504 * 2**10], spare_count=4, rank_count=2)
 
 
 def test_nothing_to_place():
@@ -77,6 +84,12 @@ def test_a_budget_below_three_buffers_says_what_would_fit_and_that_does(
     assert residents(parse_bytes(advice[1]), subgroup_size).staging_count == 3
     assert residents(host_memory, int(advice[2])).staging_count == 3
     assert int(advice[2]) > 0.9 * host_memory / (3 * 12 + reserved_per_element)
+
+
+def test_a_small_state_needs_no_more_than_itself():
+    with pytest.raises(ConfigError, match="raise host_memory to 12KiB"):
+        choose_residents(1, 12288, 4096, staging_count=4)
+    assert choose_residents(1, 12288, 12288, staging_count=4).staging_count == 0
 
 
 def test_a_budget_too_small_for_any_subgroup_only_asks_for_more():
