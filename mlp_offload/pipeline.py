@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Protocol
 
+from .balance import Balance
 from .config import OffloadConfig
 from .errors import OffloadError
 from .opening import fill_slots, open_tiers
@@ -83,6 +84,7 @@ class StepPipeline:
                 undo.callback(self._log.close)
             self.tiers: Tiers = open_tiers(config, tuple(every), rank, name, reserved_bytes)
             undo.callback(self.tiers.close)
+            self.balance = Balance(self.tiers)
             self._unpin = pin(*self.tiers.pool.region) if pin is not None else None
             undo.pop_all()
 
@@ -141,11 +143,13 @@ class StepPipeline:
         self._steps[space] += 1
         first, count = self._first[space], len(self.subgroups[space])
         indices = range(first, first + count)
+        residents = self.tiers.residency.residents
+        self.balance.rehome([i for i in indices if i not in residents])
         cached = [i for i in indices if self.tiers.table[i].where is Where.HOST]
         plan = plan_step(
             self._steps[space],
             indices,
-            self.tiers.residency.residents,
+            residents,
             cached,
             self.tiers.homes,
             self._keep_count(space),
@@ -159,6 +163,7 @@ class StepPipeline:
         with self._stop_on_error(f"step {plan.step}"):
             self._run(space, plan, work, record)
         record.step_seconds = time.monotonic() - record.started
+        self.balance.observe(record)
         return record
 
     def _run(self, space: str, plan: StepPlan, work: SubgroupWork, record: StepRecord) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..config import PathConfig
 from ..errors import CapacityError, ConfigError
 from ..units import format_bytes, round_up_bytes
+from .shares import apportion, interleave
 
 
 @dataclass(frozen=True)
@@ -109,16 +110,4 @@ def place(
             f"the paths cannot hold the state: {count} slots of {format_bytes(slot_bytes)} = {format_bytes(count * slot_bytes)} are needed, "
             f"and {spare_count} spare ones on each path; {held}. {step}{ranks}, add a path, or raise host_memory"
         )
-    quota = [0] * len(paths)
-    for _ in range(count):
-        # the path that is furthest behind its share, among those with room
-        quota[
-            max((i for i in range(len(paths)) if quota[i] < room[i]), key=lambda i: (rates[i] / (quota[i] + 1), -i))
-        ] += 1
-    homes: "list[int]" = []
-    placed = [0] * len(paths)
-    for n in range(1, count + 1):
-        i = max(range(len(paths)), key=lambda i: (quota[i] * n / count - placed[i], -i))
-        homes.append(i)
-        placed[i] += 1
-    return tuple(homes)
+    return tuple(interleave(apportion(count, rates, room)))

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 
-def apportion(count: int, rates: Sequence[float], room: Sequence[int]) -> "list[int]":
+def apportion(
+    count: int, rates: Sequence[float], room: Sequence[int], given: "Sequence[int] | None" = None
+) -> "list[int]":
     """Divide ``count`` subgroups among paths so that all finish at nearly the same time.
 
     Args:
         rates: bandwidth of each path, in any unit.
         room: the most that each path can take; their sum is at least ``count``.
+        given: what each path has already, counted in its time and not in the result.
     """
+    given = given or [0] * len(rates)
     quota = [0] * len(rates)
     for _ in range(count):
         # the path that would be done first with one more, among those with room
         open_paths = [i for i in range(len(rates)) if quota[i] < room[i]]
-        quota[max(open_paths, key=lambda i: (rates[i] / (quota[i] + 1), -i))] += 1
+        quota[max(open_paths, key=lambda i: (rates[i] / (given[i] + quota[i] + 1), -i))] += 1
     return quota
 
 
@@ -50,7 +54,10 @@ def follow(
     now = [0] * len(rates)
     for subgroup in order:
         now[homes[subgroup]] += 1
-    wanted = apportion(len(order), rates, room)
+    # Each path keeps at least one, or nobody would notice that it has become fast again.
+    first = [min(1, r) if len(order) >= len(rates) else 0 for r in room]
+    rest = apportion(len(order) - sum(first), rates, [r - f for r, f in zip(room, first)], first)
+    wanted = [f + r for f, r in zip(first, rest)]
 
     def slowest(counts: Sequence[int]) -> float:
         return max(count / rate for count, rate in zip(counts, rates))

@@ -45,7 +45,9 @@ class StateFile:
         engine: moves the bytes.
     """
 
-    def __init__(self, scratch: ScratchFile, engine: Engine, slot_count: int, slot_bytes: int):
+    def __init__(
+        self, scratch: ScratchFile, engine: Engine, slot_count: int, slot_bytes: int, limit_bytes: int | None = None
+    ):
         self.path = scratch.path
         self.slot_count = slot_count
         self.slot_bytes = slot_bytes
@@ -54,6 +56,7 @@ class StateFile:
         self.alignment = engine.alignment
         self.engine = engine
         self._scratch = scratch
+        self._limit_bytes = limit_bytes
         self._free = list(reversed(range(slot_count)))  # low slots first
         self._in_use: set[int] = set()
 
@@ -96,7 +99,8 @@ class StateFile:
             except OSError as error:
                 raise need.failed(error.errno) from error
             engine = open_engine(scratch.path, kind=kind, direct=direct, alignment=alignment, **engine_settings)
-            return cls(scratch, engine, slot_count, slot_bytes)
+            limit_bytes = None if capacity_bytes is None else capacity_bytes // local_rank_count
+            return cls(scratch, engine, slot_count, slot_bytes, limit_bytes)
         except BaseException:
             scratch.close()
             raise
@@ -129,6 +133,20 @@ class StateFile:
         self._check_slot(slot)
         self._in_use.remove(slot)
         self._free.append(slot)
+
+    def grow(self, slot_count: int) -> bool:
+        """Add free slots where file system and capacity have room; False, and nothing is changed, where not."""
+        nbytes = self.nbytes + slot_count * self.slot_bytes
+        if self._limit_bytes is not None and nbytes > self._limit_bytes:
+            return False
+        try:
+            _allocate(self.path, nbytes)
+        except OSError as error:
+            log.info("%s cannot grow by %s: %s", self.path, format_bytes(slot_count * self.slot_bytes), error.strerror)
+            return False
+        self._free[:0] = reversed(range(self.slot_count, self.slot_count + slot_count))  # used last
+        self.slot_count, self.nbytes = self.slot_count + slot_count, nbytes
+        return True
 
     def offset(self, slot: int) -> int:
         """Where a slot begins in the file, bytes."""

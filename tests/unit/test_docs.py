@@ -20,8 +20,9 @@ ALLOWED = {
     "transfers": {"plan"},
     "tiers": {"config", "plan", "storage", "telemetry"},
     "opening": {"config", "plan", "storage", "tiers"},
+    "balance": {"plan", "telemetry", "tiers"},
     "updates": {"adam", "plan", "tiers", "transfers"},
-    "pipeline": {"config", "opening", "plan", "storage", "telemetry", "tiers"},
+    "pipeline": {"balance", "config", "opening", "plan", "storage", "telemetry", "tiers"},
     "startup": {"adam", "storage", "tiers"},
     "optimizer": {"adam", "config", "pipeline", "plan", "startup", "telemetry", "tiers", "transfers", "updates"},
     "megatron": {

@@ -1,0 +1,77 @@
+"""Which path gets which share while running: measure what each path gave, and move subgroups when they are flushed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from .plan.shares import follow
+from .telemetry import StepRecord, union_seconds
+from .tiers import Tiers
+from .units import format_rate
+
+log = logging.getLogger(__name__)
+
+MINIMUM_BYTES = 16 * 2**20
+"""What a path must have read, and written, in one step to count as measured: below that the time is mostly latency."""
+
+NEW_SHARE = 0.85
+"""Weight of the last step in the running average: a path that halves its speed must be seen at once."""
+
+TOLERANCE = 0.05
+"""Share of the step that must be gained before subgroups move."""
+
+
+class Balance:
+    """Keeps the homes of streamed subgroups in proportion to measured bandwidth.
+
+    Attributes:
+        rates: bytes/s of each path in its slower direction; None before it is measured.
+    """
+
+    def __init__(self, tiers: Tiers):
+        self._tiers = tiers
+        self.rates: "list[float | None]" = [None] * len(tiers.files)
+
+    def observe(self, record: StepRecord) -> None:
+        """Learn from the transfers of one step."""
+        for i, directory in enumerate(self._tiers.directories[: len(self.rates)]):
+            directions = []
+            for phase, moved in (("fetch", record.bytes_read), ("flush", record.bytes_written)):
+                spans = ((e.begin, e.end) for e in record.events if e.phase == phase and e.path == directory)
+                seconds = union_seconds(spans)
+                if moved.get(directory, 0) < MINIMUM_BYTES or seconds == 0:
+                    break
+                directions.append(moved[directory] / seconds)
+            else:
+                before = self.rates[i]
+                now = min(directions)
+                self.rates[i] = now if before is None else NEW_SHARE * now + (1 - NEW_SHARE) * before
+
+    def rehome(self, order: Sequence[int]) -> None:
+        """Give the streamed subgroups of ``order`` new homes where that makes the step shorter.
+
+        A path that has too few slots grows when its file system has room; otherwise it takes what it can.
+        """
+        tiers = self._tiers
+        if len(self.rates) < 2 or None in self.rates or not order:
+            return
+        spare = tiers.residency.staging_count
+        elsewhere = [tiers.homes_on(i) - sum(tiers.homes[s] == i for s in order) for i in range(len(self.rates))]
+        room = [len(order)] * len(self.rates)
+        while True:
+            homes = follow(order, tiers.homes, self.rates, room, TOLERANCE)
+            counts = [sum(homes[s] == i for s in order) for i in range(len(self.rates))]
+            for i, file in enumerate(tiers.files):
+                missing = counts[i] + elsewhere[i] + spare - file.slot_count
+                if missing > 0 and not file.grow(missing):
+                    room[i] = file.slot_count - spare - elsewhere[i]
+                    break
+            else:
+                break
+            if sum(room) < len(order):  # cannot happen while the present homes fit; then they stay
+                return
+        if homes != tiers.homes:
+            rates = ", ".join(f"{d} {format_rate(r)}" for d, r in zip(tiers.directories, self.rates))
+            log.info("subgroups follow the measured bandwidth (%s): %s a path", rates, counts)
+            tiers.homes = homes
