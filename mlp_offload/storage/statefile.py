@@ -205,12 +205,13 @@ class StateFile:
     def close(self, timeout_seconds: float = 30.0) -> bool:
         """End the engine and remove the file. Twice does nothing.
 
-        False when a transfer is still stuck after ``timeout_seconds``: its buffer must stay as it is.
+        False when a transfer is still stuck after ``timeout_seconds``: its buffer must stay as it is. The file stays,
+        too, because removing it may hang just as well; it goes when this process ends.
         """
-        try:
-            return self.engine.close(timeout_seconds)
-        finally:
-            self._scratch.close()
+        if not self.engine.close(timeout_seconds):
+            return False
+        self._scratch.close()
+        return True
 
     def __enter__(self) -> StateFile:
         return self

@@ -145,3 +145,18 @@ def unmount(point: Path, seconds: float = 5.0) -> None:
             subprocess.run(["umount", "--lazy", str(point)], check=True, timeout=30)
             raise RuntimeError(f"{point} was still in use {seconds:g} s after the last test")
         time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def frozen(point: Path) -> Iterator[None]:
+    """Writes below `point` do not return until this ends. A process of its own thaws after 20 s in any case: one that
+    waits for a frozen file system cannot even be killed."""
+    if shutil.which("fsfreeze") is None:
+        pytest.skip("fsfreeze is not installed")
+    hold = 'fsfreeze --freeze "$0" && echo frozen && timeout 20 cat; fsfreeze --unfreeze "$0"'
+    with subprocess.Popen(["sh", "-c", hold, point], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"frozen\n"
+        try:
+            yield
+        finally:
+            holder.communicate(timeout=30)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shutil
@@ -16,6 +15,7 @@ from engine_tools import (
     REAL_KINDS,
     Memory,
     ext4_mount,
+    frozen,
     loop_device,
     make,
     new_file,
@@ -256,21 +256,6 @@ def test_a_file_system_that_refuses_direct_io(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
     finally:
         unmount(tmp_path)
-
-
-@contextlib.contextmanager
-def frozen(point: Path) -> Iterator[None]:
-    """Writes below `point` do not return until this ends. A process of its own thaws after 20 s in any case: one that
-    waits for a frozen file system cannot even be killed."""
-    if shutil.which("fsfreeze") is None:
-        pytest.skip("fsfreeze is not installed")
-    hold = 'fsfreeze --freeze "$0" && echo frozen && timeout 20 cat; fsfreeze --unfreeze "$0"'
-    with subprocess.Popen(["sh", "-c", hold, point], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout.readline() == b"frozen\n"
-        try:
-            yield
-        finally:
-            holder.communicate(timeout=30)
 
 
 @every_kind
