@@ -37,6 +37,9 @@ from rich.table import Table  # noqa: E402
 from mlp_offload.adam.kernel import AdamKernel, Segment, adam_scalars  # noqa: E402
 from mlp_offload.storage.buffers import BufferPool  # noqa: E402
 
+REST_SECONDS = 0.05
+"""Between two cases: OpenMP's threads spin for a while after their last work, and would take the next one's cores."""
+
 GRADIENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -199,6 +202,7 @@ def run(options: argparse.Namespace) -> "dict[str, Any]":
         seconds: "dict[tuple[str, int, str], list[float]]" = {case: [] for case in cases}
         for number in range(options.rounds + 1):
             for case in cases if number % 2 == 0 else reversed(cases):
+                time.sleep(REST_SECONDS)
                 elapsed = cases[case]()
                 if number > 0:  # the first round warms up
                     seconds[case].append(elapsed)

@@ -120,12 +120,12 @@ def _check(where: str, total_bytes: int) -> None:
 
 def _throttle_file(direction: str) -> Path:
     """The file of our own blkio cgroup that caps a direction: direct I/O counts for the cgroup of whoever submits it."""
-    groups = (line.rstrip("\n").split(":", 2) for line in open("/proc/self/cgroup"))
+    groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     ours = next((path for _, controllers, path in groups if "blkio" in controllers.split(",")), None)
-    for line in open("/proc/self/mountinfo"):
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
-        if ours is not None and kind == "cgroup" and "blkio" in options.strip().split(","):
+        if ours is not None and kind == "cgroup" and "blkio" in options.split(","):
             top, mount_point = before.split(" ")[3:5]
             group = Path(mount_point, ours.removeprefix(top.rstrip("/")).lstrip("/"))
             file = group / f"blkio.throttle.{direction}_bps_device"
@@ -209,7 +209,9 @@ def main() -> None:
     try:
         with capped(options.caps, int(options.size * 2**30), options.where) as paths:
             for path in paths:
-                print(f"{path.directory}  device {path.device}  {path.read / 1e6:g}:{path.write / 1e6:g} MB/s", flush=True)
+                print(
+                    f"{path.directory}  device {path.device}  {path.read / 1e6:g}:{path.write / 1e6:g} MB/s", flush=True
+                )
             sys.stdin.read()
     except CapError as error:
         parser.exit(1, f"{error}\n")

@@ -149,7 +149,9 @@ def impossible(systems: "dict[str, dict[str, Any]]", measured: "dict[str, Measur
         strange = sum(sum(moved(step, others)) for step in steps)
         own = sum(sum(moved(step, measured[name].paths)) for step in steps)
         if strange > BUSY_SHARE * max(own, 1) and own:
-            errors.append(f"{name}: {strange} bytes went over a path that it does not use: somebody else uses the device")
+            errors.append(
+                f"{name}: {strange} bytes went over a path that it does not use: somebody else uses the device"
+            )
     errors += differences({name: m for name, m in measured.items() if name in EXACT and len(m.ranks) <= 1})
     return errors
 

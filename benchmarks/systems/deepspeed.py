@@ -14,10 +14,10 @@ from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-import deepspeed  # noqa: E402 - reads the environment when imported
-import torch  # noqa: E402
+import deepspeed
+import torch
 
-from benchmarks.systems.worker import System, serve  # noqa: E402
+from benchmarks.systems.worker import System, serve
 
 FP32_BYTES = 4
 AIO_ALIGNED_NUMEL = 1024 // FP32_BYTES

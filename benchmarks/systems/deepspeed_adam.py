@@ -12,8 +12,8 @@ import time
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-import torch  # noqa: E402
-from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: E402
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 
 def main() -> None:

@@ -59,9 +59,7 @@ class Sequential(System):
     def update(self) -> None:
         self.steps += 1
         settings = self.settings
-        scalars = adam_scalars(
-            settings["lr"], settings["betas"], settings["eps"], settings["weight_decay"], self.steps
-        )
+        scalars = adam_scalars(settings["lr"], settings["betas"], settings["eps"], settings["weight_decay"], self.steps)
         gradients = [parameter.grad.view(-1) for parameter in self.parameters]
         self.work.begin(gradients, [scalars], [0] * len(gradients))
         for subgroup in self.subgroups:

@@ -2,11 +2,5 @@
 
 from benchmarks.systems.worker import System, serve
 
-
-class Stateless(System):
-    def update(self) -> None:
-        """Nothing to do, nothing to keep."""
-
-
 if __name__ == "__main__":
-    serve(Stateless)
+    serve(System)

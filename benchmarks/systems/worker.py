@@ -7,7 +7,6 @@ updates only, one right after the other, with the gradients as they are. At the 
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import ctypes
 import json
@@ -54,8 +53,8 @@ def read_counters(devices: Sequence[str]) -> "list[list[int]]":
     return counters
 
 
-class System(abc.ABC):
-    """What every system does alike: the model, the batch, forward and backward. Subclasses add the optimizer.
+class System:
+    """A training loop without an optimizer: the model, the batch, forward and backward. Subclasses add their optimizer.
 
     Args:
         settings: params (million), batch, tokens, seed, lr, betas, eps, weight_decay, threads, compute_seconds (None: a
@@ -95,7 +94,6 @@ class System(abc.ABC):
     def refill(self) -> None:
         """What a backward pass does to the gradients on storage; called where none runs."""
 
-    @abc.abstractmethod
     def update(self) -> None:
         """The optimizer's step."""
 
