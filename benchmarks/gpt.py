@@ -46,14 +46,18 @@ class GPT(nn.Module):
 
 
 def shape_for(million: float) -> "tuple[int, int, int]":
-    """(width, layers, vocabulary) of a GPT near ``million`` * 1e6 parameters, its width 64 to 100 times its layers."""
-    vocabulary = 8192 if million >= 50 else 1024
+    """(width, layers, vocabulary) of a GPT near ``million`` * 1e6 parameters.
+
+    The width is about 40 times the layers, as in GPT-2 medium. The vocabulary is four times the width, so that the
+    embeddings are no larger than the matrices of a block: DeepSpeed's buffers are as large as its largest group of whole
+    parameters.
+    """
     choices = []
     for width in range(HEAD_NUMEL, 16384, HEAD_NUMEL):
-        layers = max(1, round((million * 1e6 - 2 * vocabulary * width) / (12 * width**2)))
-        choices.append((abs(width / layers - 80), width, layers))
+        layers = max(1, round((million * 1e6 - 8 * width**2) / (12 * width**2)))
+        choices.append((abs(width / layers - 40), width, layers))
     _, width, layers = min(choices)
-    return width, layers, vocabulary
+    return width, layers, 4 * width
 
 
 def make_gpt(million: float, tokens: int, seed: int) -> GPT:

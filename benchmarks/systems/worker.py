@@ -25,6 +25,7 @@ from benchmarks.gpt import fill_gradients, make_batch, make_gpt
 
 SECTOR_BYTES = 512  # of the kernel's counters, whatever the device's own sector is
 PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def device_of(directory: str) -> str:
@@ -51,6 +52,21 @@ def read_counters(devices: Sequence[str]) -> "list[list[int]]":
             fields = file.read().split()
         counters.append([int(fields[2]) * SECTOR_BYTES, int(fields[6]) * SECTOR_BYTES])
     return counters
+
+
+def write_back(directory: str) -> None:
+    """Wait until nothing of a file system is left to be written from the page cache (DeepSpeed leaves some there).
+
+    Raises:
+        OSError: the kernel could not write it.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        if LIBC.syncfs(descriptor) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), directory)
+    finally:
+        os.close(descriptor)
 
 
 class System:
@@ -163,7 +179,7 @@ class System:
 def serve(make: "Callable[[dict[str, Any]], System]") -> None:
     """The main program of a worker; settings are the first argument, as JSON."""
     # Nothing of ours may go on when the parent is gone, however it went; the input may end in the middle of a block.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     settings = json.loads(sys.argv[1])
     if os.getppid() != settings["parent"]:
         sys.exit(1)
@@ -181,6 +197,8 @@ def serve(make: "Callable[[dict[str, Any]], System]") -> None:
             command = json.loads(line)
             system.run(command["run"], command["compute"], answer)
             system.settle()
+            for path in settings["paths"]:
+                write_back(path.split(",")[0])
             answer({"done": {"weights_crc32": system.weights_crc32(), "peak_rss_bytes": peak_rss_bytes()}})
     except (Exception, KeyboardInterrupt):
         with contextlib.suppress(OSError):
