@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -58,7 +59,8 @@ SYSTEMS = ("mlp", "mlp_one_path", "deepspeed", "sequential")
 def open_paths(options: argparse.Namespace) -> "Iterator[tuple[list[PathConfig], list[CappedPath]]]":
     """The paths of this run, with their rates where they are known; capped ones are made and removed."""
     if options.paths:
-        yield [PathConfig.parse(path) for path in options.paths], []
+        paths = [PathConfig.parse(path) for path in options.paths]
+        yield [dataclasses.replace(path, directory=os.path.abspath(path.resolved_directory())) for path in paths], []
         return
     state_bytes = STATE_BYTES * options.params * 1e6
     copies = sum({"mlp": 1.1, "mlp_one_path": 1.1, "deepspeed": 1.5, "sequential": 1.1}[s] for s in options.systems)
@@ -82,13 +84,18 @@ def run(options: argparse.Namespace, say: "Callable[[str], None]") -> "dict[str,
         paths, capped_paths = stack.enter_context(open_paths(options))
         bench = Bench(options, paths, scratch)
         stack.callback(bench.close)
-        # DeepSpeed first: what it allocates is what everybody gets.
+        # DeepSpeed first, alone: what it allocates is what everybody gets.
         order = ["stateless", *sorted(systems, key=lambda name: name != "deepspeed")]
         for name in order:
             say(f"starting {name}")
             bench.start(name)
-            if name == "deepspeed" and options.host_memory is None:
-                bench.host_memory = bench.measured[name].facts["buffer_bytes"]
+            if name == "deepspeed":
+                bench.ready(name)
+                if options.host_memory is None:
+                    bench.host_memory = bench.measured[name].facts["buffer_bytes"]
+        for name in order:
+            if name not in bench.measured:
+                bench.ready(name)
         for number in range(options.rounds):
             for name in order if number % 2 == 0 else reversed(order):
                 say(f"round {number + 1} of {options.rounds}: {name}")

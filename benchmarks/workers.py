@@ -97,13 +97,11 @@ class Bench:
     # ------------------------------------------------------------------------------------ workers
 
     def start(self, name: str) -> None:
-        """Start a system and wait until its state is written."""
-        options, used = self.options, [self.faster]
-        if name == "mlp":
-            used = list(range(len(self.paths)))
+        """Start the processes of a system; `ready` waits for them."""
+        options = self.options
         module = "mlp" if name == "mlp_one_path" else name
         ranks = options.ranks if module == "mlp" else 1
-        told = [str(self.paths[i]) if options.rates else self.paths[i].directory for i in used]
+        told = [str(self.paths[i]) if options.rates else self.paths[i].directory for i in self.used_by(name)]
         memory = self.host_memory // ranks
         settings = {
             "name": name,
@@ -135,11 +133,19 @@ class Bench:
         for rank in range(ranks):
             log = self.scratch / f"{name}-{rank}.log"
             workers.append(Worker(module, python, settings | {"rank": rank}, log, environment))
+
+    def used_by(self, name: str) -> "list[int]":
+        """Indices of the paths that a system uses."""
+        return list(range(len(self.paths))) if name == "mlp" else [self.faster]
+
+    def ready(self, name: str) -> None:
+        """Wait until the state of a system is written."""
+        workers = self.workers[name]
         facts = [worker.answer()["ready"] for worker in workers]
         for key in ("parameters", "buffer_bytes"):
             if key in facts[0]:
                 facts[0][key] = sum(fact[key] for fact in facts)
-        self.measured[name] = report.Measured(used, facts[0], ranks=[[] for _ in workers])
+        self.measured[name] = report.Measured(self.used_by(name), facts[0], ranks=[[] for _ in workers])
 
     def run(
         self, name: str, steps: int, compute: bool, on_step: "Callable[[int], None] | None" = None
