@@ -17,6 +17,7 @@ How it is measured
     there, too, as after each backward pass.) What was moved while the model computed is `overlap_seconds`. With
     `--compute-seconds 0` both are the same block.
   - `compute_seconds` of DeepSpeed is that of the model alone, without an optimizer: its backward pass also writes.
+  - DeepSpeed's losses must be near those of the others, or this fails: a baseline that skips work is no baseline.
   - ours and `sequential` must have equal losses, and weights equal in every bit, after each block; else it fails.
 """
 

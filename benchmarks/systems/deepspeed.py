@@ -21,13 +21,22 @@ from benchmarks.systems.worker import System, serve
 
 FP32_BYTES = 4
 AIO_ALIGNED_NUMEL = 1024 // FP32_BYTES
+OPTIONS = {
+    "pin_memory": True,
+    "pipeline_read": True,
+    "pipeline_write": True,
+    "buffer_count": 16,
+    "block_size": 2**20,
+    "queue_depth": 8,
+    "thread_count": 1,
+}
 GRADIENT_BUCKET_NUMEL = 50_000_000  # about what a backward pass hands over at once
 
 
 class DeepSpeed(System):
     def __init__(self, settings: "dict[str, Any]"):
         super().__init__(settings)
-        options = {"buffer_count": 16, "block_size": 2**20, "queue_depth": 8, "thread_count": 1} | settings["options"]
+        options = OPTIONS | settings["options"]
         self.sub_group_size = sub_group_size(
             self.numels, settings["host_memory"], options["buffer_count"], options["thread_count"]
         )
@@ -48,9 +57,9 @@ class DeepSpeed(System):
                 "offload_optimizer": {
                     "device": "nvme",
                     "nvme_path": self.folder.name,
-                    "pin_memory": True,
-                    "pipeline_read": True,
-                    "pipeline_write": True,
+                    "pin_memory": options["pin_memory"],
+                    "pipeline_read": options["pipeline_read"],
+                    "pipeline_write": options["pipeline_write"],
                     "buffer_count": options["buffer_count"],
                     "fast_init": False,
                 },
@@ -58,7 +67,7 @@ class DeepSpeed(System):
             "aio": {
                 "block_size": options["block_size"],
                 "queue_depth": options["queue_depth"],
-                "thread_count": options["thread_count"],
+                "intra_op_parallelism": options["thread_count"],
                 "single_submit": False,
                 "overlap_events": True,
             },

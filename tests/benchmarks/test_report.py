@@ -8,6 +8,7 @@ from benchmarks.report import (
     Measured,
     capacity,
     differences,
+    drifted,
     efficiency,
     impossible,
     ratios,
@@ -82,6 +83,14 @@ def test_systems_that_compute_something_else_are_called_wrong():
     assert "losses" in loss
     (weights,) = differences({"mlp": a, "sequential": Measured([0], {}, losses=[1.0, 0.5], checksums=[[8]])})
     assert "weights differ" in weights
+
+
+def test_a_baseline_that_trains_otherwise_is_called_wrong():
+    ours = Measured([0], {}, losses=[2.0, 1.0])
+    assert drifted({"mlp": ours, "deepspeed": Measured([0], {}, losses=[2.0, 1.005])}) == []
+    for losses in ([2.0, 1.02], [2.0, float("nan")]):
+        (error,) = drifted({"mlp": ours, "deepspeed": Measured([0], {}, losses=losses)})
+        assert "it does other work" in error
 
 
 def test_a_step_of_several_ranks_is_that_of_the_slowest():

@@ -72,7 +72,7 @@ def test_all_systems_in_one_run(tmp_path):
 def test_two_ranks_a_pause_and_a_cap_that_changes(tmp_path):
     status, said, result = run_benchmark(
         "step",
-        *("--params", 4, *CAPS, *SMALL, "--capped-where", tmp_path, "--systems", "mlp", "--ranks", 2),
+        *("--params", 4, *CAPS, *SMALL, "--capped-where", tmp_path, "--systems", "mlp", "mlp_one_path", "--ranks", 2),
         *("--compute-seconds", 0.2, "--throttle", "--throttle-steps", 3),
         json_file=tmp_path / "out.json",
     )
