@@ -1,0 +1,55 @@
+"""``OffloadedAdamW`` on one path or several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.systems.worker import System, serve
+from mlp_offload import OffloadConfig, OffloadedAdamW
+from mlp_offload.tiers import RankContext
+
+
+class MLPOffload(System):
+    def __init__(self, settings: "dict[str, Any]"):
+        super().__init__(settings)
+        rank, count = settings["rank"], settings["rank_count"]
+        options = {
+            "paths": settings["paths"],
+            "host_memory": settings["host_memory"] // count,
+            "subgroup_size": settings["subgroup_size"],
+            "update_threads": settings["threads"],
+            "job": f"bench-{settings['parent']}-{settings['name']}",
+        }
+        self.optimizer = OffloadedAdamW(
+            self.parameters,
+            lr=settings["lr"],
+            betas=tuple(settings["betas"]),
+            eps=settings["eps"],
+            weight_decay=settings["weight_decay"],
+            config=OffloadConfig.from_mapping(options | settings["options"]),
+            rank=RankContext(rank, rank, count),
+        )
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def settle(self) -> None:
+        self.optimizer._pipeline.tiers.settle()
+
+    def facts(self) -> "dict[str, Any]":
+        tiers = self.optimizer._pipeline.tiers
+        return {
+            "buffer_bytes": tiers.pool.region[1],
+            "subgroup_size": tiers.subgroups[0].numel,
+            "subgroup_count": len(tiers.subgroups),
+            "resident_count": len(tiers.residency.residents),
+            "staging_count": tiers.residency.staging_count,
+            "paths": [str(path) for path in tiers.config.paths],
+        }
+
+    def close(self) -> None:
+        self.optimizer.close()
+
+
+if __name__ == "__main__":
+    serve(MLPOffload)
