@@ -24,9 +24,7 @@ def split(main_param: torch.Tensor, exp_avg_sq: torch.Tensor) -> "tuple[torch.Te
     return weight, (bits & 0xFFFF).to(torch.int16), stored.view(torch.float32)
 
 
-def join(
-    weight: torch.Tensor, remainder: torch.Tensor, stored: torch.Tensor
-) -> "tuple[torch.Tensor, torch.Tensor]":
+def join(weight: torch.Tensor, remainder: torch.Tensor, stored: torch.Tensor) -> "tuple[torch.Tensor, torch.Tensor]":
     """What ``split`` took apart: (main_param, exp_avg_sq), fp32. A NaN comes back as a NaN."""
     stored_bits = stored.view(torch.int32)
     upper = (weight.view(torch.int16).int() & 0xFFFF) - (stored_bits >> 31 & 1)
