@@ -225,7 +225,7 @@ def parse(arguments: "list[str] | None" = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
-    parser.add_argument("--subgroup-size", type=int, help="ours (default: 16 of them fit into the host memory)")
+    parser.add_argument("--subgroup-size", type=int, help="ours (default: 32 of them fit into the host memory)")
     parser.add_argument(
         "--no-rates", dest="rates", action="store_false", help="do not tell ours how fast the paths are"
     )

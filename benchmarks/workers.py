@@ -24,7 +24,7 @@ from mlp_offload.config import PathConfig
 REPOSITORY = Path(__file__).resolve().parents[1]
 STATE_BYTES = 12  # a parameter
 DEFAULT_MEMORY_SHARE = 0.3  # of the state
-SUBGROUPS_IN_MEMORY = 16
+SUBGROUPS_IN_MEMORY = 32
 PAGE_BYTES = 4096
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from .plan.rates import Rates, Sample
 from .plan.shares import follow
 from .telemetry import StepRecord, union_seconds
 from .tiers import Tiers
@@ -15,38 +16,41 @@ log = logging.getLogger(__name__)
 MINIMUM_BYTES = 16 * 2**20
 """What a path must have read, and written, in one step to count as measured: below that the time is mostly latency."""
 
-NEW_SHARE = 0.85
-"""Weight of the last step in the running average: a path that halves its speed must be seen at once."""
-
 TOLERANCE = 0.05
 """Share of the step that must be gained before subgroups move."""
 
 
 class Balance:
-    """Keeps the homes of streamed subgroups in proportion to measured bandwidth.
-
-    Attributes:
-        rates: bytes/s of each path in its slower direction; None before it is measured.
-    """
+    """Keeps the homes of streamed subgroups in proportion to measured bandwidth."""
 
     def __init__(self, tiers: Tiers):
         self._tiers = tiers
-        self.rates: "list[float | None]" = [None] * len(tiers.files)
+        self._rates = Rates([path.bytes_per_second for path in tiers.config.paths[: len(tiers.files)]])
+
+    @property
+    def rates(self) -> "list[float | None]":
+        """Bytes/s of each path in its slower direction; None before anything is known."""
+        return self._rates.values
 
     def observe(self, record: StepRecord) -> None:
         """Learn from the transfers of one step."""
-        for i, directory in enumerate(self._tiers.directories[: len(self.rates)]):
-            directions = []
-            for phase, moved in (("fetch", record.bytes_read), ("flush", record.bytes_written)):
-                spans = ((e.begin, e.end) for e in record.events if e.phase == phase and e.path == directory)
-                seconds = union_seconds(spans)
-                if moved.get(directory, 0) < MINIMUM_BYTES or seconds == 0:
-                    break
-                directions.append(moved[directory] / seconds)
-            else:
-                before = self.rates[i]
-                now = min(directions)
-                self.rates[i] = now if before is None else NEW_SHARE * now + (1 - NEW_SHARE) * before
+        transfers = [e for e in record.events if e.path]
+        if transfers:
+            seconds = max(e.end for e in transfers)
+            self._rates.observe([self._sample(d, record, seconds) for d in self._tiers.directories[: len(self.rates)]])
+
+    @staticmethod
+    def _sample(directory: str, record: StepRecord, step_seconds: float) -> "Sample | None":
+        """The slower direction of one path, and the longer busy time of the two."""
+        rates, busy = [], []
+        for phase, moved in (("fetch", record.bytes_read), ("flush", record.bytes_written)):
+            spans = ((e.begin, e.end) for e in record.events if e.phase == phase and e.path == directory)
+            seconds = union_seconds(spans)
+            if moved.get(directory, 0) < MINIMUM_BYTES or seconds == 0:
+                return None
+            rates.append(moved[directory] / seconds)
+            busy.append(seconds)
+        return Sample(min(rates), max(busy) / step_seconds)
 
     def rehome(self, order: Sequence[int]) -> None:
         """Give the streamed subgroups of ``order`` new homes where that makes the step shorter.
