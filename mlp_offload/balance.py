@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from .plan.rates import Rates, Sample
+from .plan.sustained import Sample, SustainedRates
 from .plan.shares import follow
 from .telemetry import StepRecord, union_seconds
 from .tiers import Tiers
@@ -25,7 +25,7 @@ class Balance:
 
     def __init__(self, tiers: Tiers):
         self._tiers = tiers
-        self._rates = Rates([path.bytes_per_second for path in tiers.config.paths[: len(tiers.files)]])
+        self._rates = SustainedRates([r.path.bytes_per_second for r in tiers.rates[: len(tiers.files)]])
 
     @property
     def rates(self) -> "list[float | None]":

@@ -41,7 +41,7 @@ class PathConfig:
 
     Attributes:
         directory: where the job directory is made; environment variables are expanded on each rank.
-        read, write: sustained bandwidth, bytes/s; None = not known, then paths share equally.
+        read, write: sustained bandwidth, bytes/s; None = not known, then it is measured at start-up (option ``probe``).
         capacity: bytes that the ranks of this node may use there together; None = what is free.
         engine: overrides ``OffloadConfig.engine`` for this path; "auto" keeps it.
     """
@@ -155,6 +155,11 @@ class OffloadConfig:
     threads: int = _option(4, "I/O threads a path (threads engine)", kind="int", least=1)
     iodepth: int = _option(8, "blocks in flight a path (io_uring engine)", kind="int", least=1)
     block_size: int = _option(2**21, "bytes of one I/O request to the kernel", kind="bytes", least=4096)
+    probe: bool = _option(
+        True,
+        "with several paths, measure those without read= and write= at start-up (about a second, kept a week)",
+        kind="bool",
+    )
     checksums: bool = _option(True, "write a crc32c with every subgroup and check it on fetch", kind="bool")
     warn_seconds: float = _option(
         30.0, "warn when a storage call has not returned after this time", kind="float", least=0.0

@@ -11,6 +11,7 @@ from .config import AUTO, OffloadConfig
 from .errors import OffloadError, PathTimeoutError
 from .plan.placement import RECORD_ALIGNMENT, choose_residents, place
 from .plan.subgroups import Subgroup
+from .rates import PathRates, first_rates
 from .storage.buffers import BufferPool
 from .storage.jobdir import ScratchFile, check_directories, job_name
 from .storage.memory import available_memory_bytes
@@ -36,13 +37,16 @@ def open_tiers(
     residency = choose_residents(len(subgroups), slot_bytes, _host_memory(config, rank), staging_count, reserved_bytes)
     streamed = [i for i in range(len(subgroups)) if i not in residency.residents]
     with contextlib.ExitStack() as undo:
-        homes, files = _make_files(undo, config, directories, streamed, residency.staging_count, slot_bytes, rank, name)
+        homes, files, rates = _make_files(
+            undo, config, directories, streamed, residency.staging_count, slot_bytes, rank, name
+        )
         alignment = max([RECORD_ALIGNMENT, *(file.alignment for file in files)])
         pool = BufferPool(max(1, residency.buffer_count), round_up(slot_bytes, alignment))
         for file in files:
             file.engine.register_buffers(*pool.region, keepalive=pool)
         undo.pop_all()  # closed by the tiers from now on
-    return Tiers(config, subgroups, residency, homes, pool, directories, files, [Entry() for _ in subgroups])
+    table = [Entry() for _ in subgroups]
+    return Tiers(config, subgroups, residency, homes, pool, directories, files, rates, table)
 
 
 def _make_files(
@@ -54,20 +58,21 @@ def _make_files(
     slot_bytes: int,
     rank: RankContext,
     name: str,
-) -> "tuple[dict[int, int], list[StateFile]]":
-    """(homes, state files); none where everything is resident. ``undo`` removes what was made."""
+) -> "tuple[dict[int, int], list[StateFile], list[PathRates]]":
+    """(homes, state files, paths' rates); none where everything is resident. ``undo`` removes what was made."""
     if not streamed:
-        return {}, []
+        return {}, [], []
     job, ranks = job_name(config.job), rank.local_rank_count
     scratches = [
         undo.enter_context(ScratchFile.create(directory, job=job, rank=rank.rank, name=name))
         for directory in directories
     ]
+    rates = first_rates(config, [scratch.path.parent for scratch in scratches], rank.local_rank)
     room = []
     for path, directory, scratch in zip(config.paths, directories, scratches):
         free = free_bytes(directory) + scratch.neighbour_bytes()
         room.append((free if path.capacity is None else min(free, path.capacity)) // ranks)
-    homes = place(len(streamed), config.paths, slot_bytes, room, spare_count, ranks)
+    homes = place(len(streamed), [r.path for r in rates], slot_bytes, room, spare_count, ranks)
     files = []
     for i, (path, scratch) in enumerate(zip(config.paths, scratches)):
         file = StateFile.create(
@@ -85,7 +90,7 @@ def _make_files(
             timeout_seconds=config.timeout_seconds,
         )
         files.append(undo.enter_context(file))
-    return dict(zip(streamed, homes)), files
+    return dict(zip(streamed, homes)), files, rates
 
 
 def fill_slots(tiers: Tiers, progress: "Callable[[int], None]") -> None:

@@ -32,11 +32,12 @@ def describe(tiers: Tiers, rank: RankContext, kernel: AdamKernel) -> str:
         f"({share:.0%} of the state) and {residency.staging_count} buffers in motion",
         f"  Adam kernel           {kernel.variant}, threads: {kernel.threads}",
     ]
-    for index, (directory, file) in enumerate(zip(tiers.directories, tiers.files)):
+    for index, (directory, file, rates) in enumerate(zip(tiers.directories, tiers.files, tiers.rates)):
         lines.append(
             f"  path                  {directory}: {tiers.homes_on(index)} subgroups, {format_bytes(file.nbytes)} with spare "
             f"slots in {file.path.relative_to(directory)}; {file.engine.kind}, "
-            f"{'direct' if file.direct else 'through the page cache'}; {format_bytes(free_bytes(file.path.parent))} stay free"
+            f"{'direct' if file.direct else 'through the page cache'}; {format_bytes(free_bytes(file.path.parent))} stay free\n"
+            f"    first rates         {rates}"
         )
     if not tiers.files:
         lines.append("  nothing goes to storage: host memory holds the whole state")

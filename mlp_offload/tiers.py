@@ -19,6 +19,7 @@ from .config import OffloadConfig
 from .errors import ChecksumError, OffloadError, PathIOError, PathTimeoutError
 from .plan.placement import RECORD_ALIGNMENT, Residency
 from .plan.subgroups import Subgroup
+from .rates import PathRates
 from .storage.buffers import BufferPool, Lease
 from .storage.engine import IoFuture
 from .storage.statefile import StateFile
@@ -106,6 +107,7 @@ class Tiers:
     Attributes:
         subgroups: all of the rank's subgroups, of all spaces; their position here is their index in the table.
         homes: path on which a subgroup that is not resident lives; it may be flushed elsewhere when that path fails.
+        rates: of each file's path, as the first homes were chosen by.
     """
 
     config: OffloadConfig
@@ -115,6 +117,7 @@ class Tiers:
     pool: BufferPool
     directories: "list[str]"
     files: "list[StateFile]"
+    rates: "list[PathRates]"
     table: "list[Entry]" = field(default_factory=list)
     fetches: "list[Flight]" = field(default_factory=list)
     flushes: "list[Flight]" = field(default_factory=list)

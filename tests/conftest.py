@@ -23,8 +23,9 @@ PATIENCE_SECONDS = 15.0
 def leaves_nothing_behind(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[None]":
     """All children are marked, and put their temporary files where pytest removes them (torchrun leaves its own)."""
     place = tmp_path_factory.getbasetemp()
-    before = {name: os.environ.get(name) for name in ("TMPDIR", MARK)}
+    before = {name: os.environ.get(name) for name in ("TMPDIR", "XDG_CACHE_HOME", MARK)}
     os.environ |= {"TMPDIR": str(tmp_path_factory.mktemp("tmp")), MARK: str(place)}
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))  # a device is measured once in all tests
     tempfile.tempdir = None
     yield
     for name, value in before.items():

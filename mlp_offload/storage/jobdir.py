@@ -29,6 +29,7 @@ from typing import final
 from ..errors import ConfigError, OffloadError, PathInUseError
 from ..units import format_bytes
 from .locks import NodeLock, private_directory, read_holder
+from .lustre import stripe
 from .sweeper import Sweeper
 
 log = logging.getLogger(__name__)
@@ -147,6 +148,7 @@ class ScratchFile:
             sweeper = Sweeper(job_directory, [path], lock.path, lock.fileno())
             undo.callback(sweeper.dismiss)
             undo.callback(_remove, path)
+            stripe(job_directory, may_advise=rank == 0)  # a file's layout is fixed when it is made
             reclaimed_bytes = _reclaim_stale(path, job)
             _create_file(path)
             return cls(path, reclaimed_bytes, sweeper.pid, undo.pop_all())

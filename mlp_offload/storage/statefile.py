@@ -95,7 +95,7 @@ class StateFile:
             need = _Need(scratch, slot_count, slot_bytes, local_rank_count)
             need.check(capacity_bytes)
             try:
-                _allocate(scratch.path, need.file_bytes)
+                allocate(scratch.path, need.file_bytes)
             except OSError as error:
                 raise need.failed(error.errno) from error
             engine = open_engine(scratch.path, kind=kind, direct=direct, alignment=alignment, **engine_settings)
@@ -140,7 +140,7 @@ class StateFile:
         if self._limit_bytes is not None and nbytes > self._limit_bytes:
             return False
         try:
-            _allocate(self.path, nbytes)
+            allocate(self.path, nbytes)
         except OSError as error:
             log.info("%s cannot grow by %s: %s", self.path, format_bytes(slot_count * self.slot_bytes), error.strerror)
             return False
@@ -317,7 +317,7 @@ def _choose_direct(path: Path, wanted: bool) -> tuple[bool, int]:
     return wanted and support.supported, support.alignment
 
 
-def _allocate(path: Path, nbytes: int) -> None:
+def allocate(path: Path, nbytes: int) -> None:
     """Reserve ``nbytes`` where the file system can, else only set the size. Raises OSError.
 
     fallocate(2) itself: the C library's posix_fallocate writes to every block of the file where the system call is

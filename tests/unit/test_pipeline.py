@@ -231,6 +231,7 @@ def test_a_read_that_meets_broken_storage_ends_the_use_of_the_state(make):
 
 def test_an_error_while_the_state_is_made_gives_all_memory_back(make, caplog):
     pipeline = make(4)
+    caplog.clear()
 
     def fails(space, subgroup, view):
         if subgroup.index == 2:

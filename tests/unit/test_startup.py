@@ -32,6 +32,8 @@ def test_the_optimizer_logs_what_was_decided(tmp_path, caplog):
     for path in paths:
         line = rf"  path                  {path}: 4 subgroups, 84.0 KiB with spare slots in mlp-offload-\S+; threads, .*; \S+ \S+ stay free"
         assert re.search(line, text), text
+    line = "    first rates         not measured: all paths are on one device and share equally"
+    assert text.splitlines().count(line) == 2
 
 
 def test_nothing_on_storage_is_said_as_such(tmp_path, caplog):

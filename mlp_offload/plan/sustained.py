@@ -64,7 +64,7 @@ class _Path:
         self.tried = True
 
 
-class Rates:
+class SustainedRates:
     """Sustained bytes/s of each path; ``None`` where nothing is known yet.
 
     Args:

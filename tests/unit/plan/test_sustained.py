@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlp_offload.plan.rates import LONGEST_WAIT, Rates, Sample
+from mlp_offload.plan.sustained import LONGEST_WAIT, Sample, SustainedRates
 
 
 class Device:
@@ -22,7 +22,7 @@ class Run:
     """Steps with shares in proportion to ``rates``: written in one step, and read in the next."""
 
     def __init__(self, known, devices):
-        self.rates, self.devices = Rates(known), devices
+        self.rates, self.devices = SustainedRates(known), devices
         self.stored = self._shares()
 
     def _shares(self):
@@ -61,7 +61,7 @@ def test_bursts_do_not_make_the_shares_swing():
 
 
 def test_a_path_that_never_keeps_up_is_tried_ever_more_rarely():
-    rates = Rates([100.0, 100.0])
+    rates = SustainedRates([100.0, 100.0])
     tried = []
     for number in range(400):
         before = rates.values[0]
@@ -75,12 +75,12 @@ def test_a_path_that_never_keeps_up_is_tried_ever_more_rarely():
 
 
 def test_nothing_is_tried_when_no_other_path_holds_the_step_up():
-    rates = Rates([100.0, 50.0])
+    rates = SustainedRates([100.0, 50.0])
     rates.observe([Sample(400, 0.2), Sample(400, 0.1)])  # the processor was slow: more for a path shortens nothing
     assert rates.values == [100, 50]
 
 
 def test_what_is_not_known_is_taken_from_the_first_step():
-    rates = Rates([None, 7.0])
+    rates = SustainedRates([None, 7.0])
     rates.observe([Sample(3.0, 0.1), None])
     assert rates.values == [3.0, 7.0]

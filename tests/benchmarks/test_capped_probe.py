@@ -1,0 +1,69 @@
+"""On paths of known speed: what the probe says, and where the first step's state then lies."""
+
+import contextlib
+import statistics
+
+import pytest
+from bench_tools import NO_CAPS_HERE
+
+from benchmarks.capped import CapError, capped
+from mlp_offload.storage.probe import probe
+
+torch = pytest.importorskip("torch")
+from mlp_offload import OffloadedAdamW  # noqa: E402
+
+CAPS = [(400e6, 200e6), (100e6, 100e6)]  # (read, write), bytes/s
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    with contextlib.ExitStack() as undo:
+        try:
+            found = undo.enter_context(capped(CAPS, 420 * 2**20, str(tmp_path_factory.mktemp("capped"))))
+        except CapError as error:
+            assert str(error).startswith(NO_CAPS_HERE)
+            pytest.skip(str(error))
+        yield found
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("kind", ["auto", "threads"])
+def test_the_probe_finds_the_caps(paths, index, kind):
+    path = paths[index]
+    found = []
+
+    def close() -> bool:
+        """Whether the medians are within 25 % of the caps."""
+        read = statistics.median(f.read_bytes_per_second for f in found)
+        write = statistics.median(f.write_bytes_per_second for f in found)
+        return read == pytest.approx(path.read, rel=0.25) and write == pytest.approx(path.write, rel=0.25)
+
+    while len(found) < 3 or (not close() and len(found) < 9):  # more where other work takes these cores
+        found.append(probe(path.directory, kind=kind))
+    assert close(), found
+    assert statistics.median(f.seconds for f in found) < 2
+
+
+def test_through_the_page_cache_it_is_the_device_that_is_measured(paths):
+    path = paths[1]
+    found = probe(path.directory, direct=False)
+    assert found.read_bytes_per_second < 2 * path.read
+    assert found.write_bytes_per_second < 2 * path.write
+
+
+def test_the_first_step_has_the_right_shares_without_configured_rates(paths, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    directories = [path.directory for path in paths]
+    numel = 2**18
+    weight = torch.nn.Parameter(torch.zeros(36 * numel))
+    settings = {"paths": directories, "subgroup_size": numel, "host_memory": "24MiB", "staging_count": 3}
+    optimizer = OffloadedAdamW([weight], **settings, update_threads=1)
+    try:
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        moved = [optimizer.last_record.bytes_read[directory] for directory in directories]
+    finally:
+        optimizer.close()
+    right = [min(path.read, path.write) for path in paths]
+    for mine, best in zip(moved, right):
+        assert mine / sum(moved) == pytest.approx(best / sum(right), rel=0.2)

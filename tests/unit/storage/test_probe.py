@@ -1,0 +1,120 @@
+"""A path is measured with real transfers, briefly, and nothing is left there."""
+
+import ctypes
+import os
+import resource
+import subprocess
+import sys
+import time
+import zlib
+
+import pytest
+
+from mlp_offload.errors import PathTimeoutError
+from mlp_offload.storage.engine import Engine, IoFuture
+from mlp_offload.storage.mounts import device_key
+from mlp_offload.storage.probe import MAX_BYTES, probe
+
+
+@pytest.fixture(params=["disk", "shm"])
+def directory(request, tmp_path):
+    if request.param == "disk":
+        yield tmp_path
+        return
+    place = f"/dev/shm/mlp-offload-test-{os.getpid()}"
+    os.mkdir(place)
+    yield place
+    os.rmdir(place)  # and nothing is left in it
+
+
+@pytest.mark.parametrize("kind", ["auto", "threads"])
+@pytest.mark.parametrize("direct", [True, False])
+def test_both_directions_are_measured_and_nothing_is_left(directory, kind, direct):
+    before, begin = time.time(), time.monotonic()
+    found = probe(directory, kind=kind, direct=direct)
+    wall = time.monotonic() - begin
+    assert found.device == device_key(directory)
+    assert 2**21 <= found.read_bytes <= found.written_bytes <= MAX_BYTES
+    assert 0 < found.seconds < wall
+    assert before <= found.measured_at <= time.time()
+    # The counted part took no longer than all of it, and what was counted is at least half.
+    for rate, nbytes in (
+        (found.read_bytes_per_second, found.read_bytes),
+        (found.write_bytes_per_second, found.written_bytes),
+    ):
+        assert rate > nbytes / 2 / found.seconds
+    assert os.listdir(directory) == []
+
+
+@pytest.mark.parametrize(
+    "block_size, max_bytes", [(4096, 4096), (2**20, 3 * 2**20 + 5), (2**23, 2**20), (2**21, 2**25)]
+)
+def test_no_more_is_written_than_asked_whatever_the_block_size(tmp_path, block_size, max_bytes):
+    found = probe(tmp_path, block_size=block_size, max_bytes=max_bytes, max_seconds=60)
+    assert (
+        found.written_bytes == found.read_bytes == max_bytes // min(block_size, max_bytes) * min(block_size, max_bytes)
+    )
+
+
+def test_time_ends_it_before_the_bytes_do(tmp_path):
+    begin = time.monotonic()
+    found = probe(tmp_path, max_bytes=2**30, max_seconds=0.05)
+    assert found.written_bytes < 2**30 and time.monotonic() - begin < 5
+
+
+def test_the_bytes_can_not_be_compressed(tmp_path, monkeypatch):
+    seen = []
+
+    def write(self, offset, address, nbytes, **settings):
+        seen.append(ctypes.string_at(address, 4096))
+        return original(self, offset, address, nbytes, **settings)
+
+    original = Engine.write
+    monkeypatch.setattr(Engine, "write", write)
+    probe(tmp_path, max_bytes=2**24)
+    assert len(set(seen)) == len(seen) == 8
+    assert all(len(zlib.compress(block)) >= 4096 for block in seen)
+
+
+def test_a_full_path_is_an_os_error_and_gives_all_back(tmp_path):
+    program = """
+import os, sys
+from mlp_offload.storage.probe import probe
+try:
+    probe(sys.argv[1])
+except OSError as error:
+    print(type(error).__name__, error.errno, os.listdir(sys.argv[1]), sep=";")
+"""
+    limit = 16 * 2**20
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    kind, number, left = done.stdout.strip().split(";")
+    assert (kind, number, left) == ("OSError", "27", "[]"), done.stderr
+
+
+def test_a_failure_while_measuring_gives_memory_and_file_back(tmp_path, monkeypatch):
+    def fails(self, *arguments):
+        raise PathTimeoutError("on purpose")
+
+    def mapped():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+
+    probe(tmp_path)  # whatever is made once is made
+    descriptors, before = len(os.listdir("/proc/self/fd")), mapped()
+    monkeypatch.setattr(IoFuture, "result", fails)
+    for _ in range(8):
+        with pytest.raises(PathTimeoutError):
+            probe(tmp_path)
+    assert mapped() - before < 8 * 20 * 2**20 / 2
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_directory_that_is_gone_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        probe(tmp_path / "nowhere")
