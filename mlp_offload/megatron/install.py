@@ -99,7 +99,7 @@ def uninstall() -> None:
 
 
 def build_offloaded_optimizer(
-    config: OffloadConfig, stock_get_megatron_optimizer: "Callable[..., Any]", *args: Any, **kwargs: Any
+    config: OffloadConfig, stock_get_megatron_optimizer: "Callable[..., Any]", /, *args: Any, **kwargs: Any
 ) -> Any:
     """What ``stock_get_megatron_optimizer(*args, **kwargs)`` returns, with the state of its parts offloaded.
 

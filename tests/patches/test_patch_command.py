@@ -141,6 +141,21 @@ def test_an_edited_file_is_refused_by_name_and_everything_left_as_it_is(release,
     assert contents(tree) == before
 
 
+def test_the_merge_that_a_refusal_proposes_keeps_the_edits(release, tree, capsys):
+    git = ["git", "-c", "user.name=me", "-c", "user.email=me@localhost"]
+    name = "megatron/core/optimizer/__init__.py"
+    for step in ("release", "mine"):
+        if step == "mine":
+            (tree / name).write_text("# mine\n" + (tree / name).read_text())
+        for command in (["init", "-q"], ["add", *sorted(files_of(release))], ["commit", "-q", "-m", step]):
+            subprocess.run([*git, *command], cwd=tree, check=True)
+    error = call(capsys, "apply", tree, status=1)["error"]
+    proposed = re.search(r"`git (apply --3way [^`]*)`", error)[1].split()
+    subprocess.run([*git, *proposed], cwd=tree, check=True, capture_output=True)
+    merged = (tree / name).read_text()
+    assert merged.startswith("# mine\n") and "build_from_optimizer_config" in merged
+
+
 def test_what_is_no_release_is_refused_with_the_next_step(tmp_path, capsys):
     tree = unpack("0.19.2", tmp_path / "tree")
     error = call(capsys, "apply", tree / "megatron" / "core", status=1)["error"]
