@@ -95,7 +95,7 @@ def _diff(tree: Path, edit: Edit) -> bytes:
     """One file's section of a patch, in git's format: the index line holds the file's id before and after."""
     old = (tree / edit.file).read_bytes()
     anchor, text = edit.anchor.encode(), edit.text.encode()
-    places = [match.start() + len(anchor) for match in re.finditer(b"(?m)^(?=%s)" % re.escape(anchor), old)]
+    places = [match.end() for match in re.finditer(b"(?m)^" + re.escape(anchor), old)]
     if len(places) != 1:
         raise SystemExit(
             f"{tree / edit.file}: must match exactly once, but matches {len(places)} times:\n{edit.anchor}"
