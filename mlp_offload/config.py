@@ -26,6 +26,7 @@ except ModuleNotFoundError:  # Python 3.10
 MODES = ("none", "mlp")
 ENGINES = ("auto", "io_uring", "threads")
 VARIANTS = ("auto", "avx512", "avx2", "scalar")
+MASTER_WEIGHTS = ("remainder", "full")
 AUTO = "auto"
 
 
@@ -160,6 +161,13 @@ class OffloadConfig:
     )
     timeout_seconds: float = _option(
         600.0, "stop the run when a storage call has not returned after this time", kind="float", least=0.0
+    )
+    master_weights: str = _option(
+        "remainder",
+        "what is kept of a bf16 weight's fp32 master: remainder = the 16 bits that the weight lacks (10 bytes a parameter "
+        "instead of 12, the same numbers; nobody but the optimizer may change the weights); full = all 32",
+        kind="choice",
+        choices=MASTER_WEIGHTS,
     )
     update_threads: int = _option(
         0, "threads of the Adam kernel; 0 = cores of the node / its ranks", kind="int", least=0

@@ -52,5 +52,9 @@ class ChecksumError(OffloadError):
     """Bytes that came back from a path are not the bytes that were written."""
 
 
+class WeightsChangedError(OffloadError):
+    """Weights and what is kept of their fp32 masters do not belong together: somebody else changed the weights."""
+
+
 class SelfCheckError(OffloadError):
     """A Megatron-Core internal that we rely on is missing, or a hook was not called."""

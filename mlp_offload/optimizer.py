@@ -20,10 +20,10 @@ from .pipeline import StepPipeline
 from .plan.subgroups import Segment
 from .startup import describe
 from .telemetry import StepRecord
-from .tiers import RankContext, StateView
+from .tiers import RankContext
 from .transfers import staging_bytes
 from .units import format_bytes
-from .updates import AdamWork
+from .updates import AdamWork, main_itemsize
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +34,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
     """AdamW with fp32 master weights and moments on tiers, for fp32, bf16 and fp16 parameters.
 
     Each parameter has its own step count, as in ``torch.optim.AdamW``; one without a gradient is left alone. A
-    parameter that was changed by other hands (``model.load_state_dict``) since the last step counts as the truth; where
-    it is still what its master rounds to, the master stays. A change in place through ``p.data`` is not seen, as
-    autograd does not see it either. What was decided at start-up is logged (level INFO).
+    parameter that was changed by other hands (``model.load_state_dict``) since the last step counts as the truth, and its
+    master starts from it again. Of fp32 masters those stay that still round to their weight, and a change in place
+    through ``p.data`` is not seen, as autograd does not see it either. With remainders (all parameters bf16, the default)
+    every change is seen, and masters stay where no weight of the same parameter and subgroup has changed. What was
+    decided at start-up is logged (level INFO).
 
     Args:
         params: parameters or groups, as for ``torch.optim.AdamW``; contiguous, all on one device.
@@ -81,7 +83,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         threads = config.update_threads or default_threads(rank.local_rank_count)
         self._kernel = AdamKernel(threads, config.adam_variant)
         try:
-            self._work = AdamWork(self._kernel, weights, self._subgroup_numel)
+            self._itemsize = main_itemsize(config.master_weights, weights)
+            self._work = AdamWork(self._kernel, weights, self._subgroup_numel, self._itemsize, adopt_changes=True)
             self._addresses = [weight.data_ptr() for weight in weights]
             self._pipeline = StepPipeline(
                 config,
@@ -91,6 +94,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 reserved_bytes=staging_bytes(weights, self._subgroup_numel, 4),
                 pin=pin_memory if weights and weights[0].is_cuda else None,
                 on_progress=on_progress,
+                main_itemsize=self._itemsize,
             )
             self._close = weakref.finalize(self, _close, self._pipeline, self._kernel)
             log.info("%s", describe(self._pipeline.tiers, rank, self._kernel))
@@ -155,11 +159,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
         stale = self._stale()
         for subgroup in self._pipeline.subgroups[_SPACE]:
             with self._pipeline.read(_SPACE, subgroup) as view:
-                self._work.refresh(subgroup, view, stale)
+                arrays = self._work.read(subgroup, view, stale)
                 for segment in subgroup.segments:
                     for name, tensor in state.get(segment.shard, {}).items():
                         if name != "step":
-                            _part(tensor, segment).copy_(_state_part(view, name, segment))
+                            _part(tensor, segment).copy_(_of(arrays[name], segment))
         groups, first = [], 0
         for group in self.param_groups:
             count = len(group["params"])
@@ -173,8 +177,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: "dict[str, Any]") -> None:
         """Take over a state from here or from ``torch.optim.AdamW``; masters it lacks come from the parameters.
 
+        Load the parameters first: remainders of masters that are stored beside bf16 parameters must fit them.
+
         Raises:
-            ConfigError: groups or shapes do not fit; nothing is changed.
+            ConfigError: groups, shapes or masters do not fit; nothing is changed.
         """
         saved, state = copy.deepcopy(state_dict["param_groups"]), state_dict["state"]
         sizes = [len(group["params"]) for group in saved]
@@ -197,13 +203,20 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 raise ConfigError(
                     f"state_dict: parameter {i} has {sorted(entry)}; step, exp_avg and exp_avg_sq are needed"
                 )
+            if self._itemsize == 2 and "main_param" in entry:
+                differ = int((entry["main_param"].to(p.device, p.dtype) != p).logical_and(~p.isnan()).sum())
+                if differ:
+                    raise ConfigError(
+                        f"state_dict: {differ} of {p.numel()} masters of parameter {i} do not round to its values; load "
+                        "the model before the optimizer, from the same checkpoint, or set master_weights to full"
+                    )
         self._stale()
         for subgroup in self._pipeline.subgroups[_SPACE]:
-            with self._pipeline.modify(_SPACE, subgroup) as view:
-                self._work.load_weights(subgroup, view)
+            with self._pipeline.modify(_SPACE, subgroup) as view, self._work.edit(subgroup, view) as arrays:
                 for segment in subgroup.segments:
+                    _of(arrays["main_param"], segment).copy_(_part(self._params[segment.shard].detach(), segment))
                     for name in ("exp_avg", "exp_avg_sq", "main_param"):
-                        target, source = _state_part(view, name, segment), entries[segment.shard].get(name)
+                        target, source = _of(arrays[name], segment), entries[segment.shard].get(name)
                         if source is not None:
                             target.copy_(_part(source, segment))
                         elif name != "main_param":
@@ -235,7 +248,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         moved = [i for i, p in enumerate(self._params) if p.data_ptr() != self._addresses[i]]
         if moved:  # p.data = ..., as in module.to() or vector_to_parameters
             weights = self._flat_weights()
-            self._work = AdamWork(self._kernel, weights, self._subgroup_numel)
+            self._work.bind(weights)
             self._addresses = [weight.data_ptr() for weight in weights]
             for i in moved:
                 self._versions[i] = -1
@@ -299,5 +312,5 @@ def _part(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
     return tensor.reshape(-1)[segment.shard_offset : segment.shard_offset + segment.numel]
 
 
-def _state_part(view: StateView, name: str, segment: Segment) -> torch.Tensor:
-    return torch.from_numpy(getattr(view, name))[segment.offset : segment.offset + segment.numel]
+def _of(array: torch.Tensor, segment: Segment) -> torch.Tensor:
+    return array[segment.offset : segment.offset + segment.numel]

@@ -49,6 +49,7 @@ class StepPipeline:
         reserved_bytes: host memory that the caller spends from the same budget (gradient staging).
         pin: called with (address, nbytes) of the buffer pool, to pin it for a device; gives what undoes it, or None.
         on_progress: called with (bytes written so far, bytes in all) while the state is written at start-up.
+        main_itemsize: bytes a parameter of what a record holds of main_param; see ``updates.main_itemsize``.
 
     Raises:
         ConfigError, CapacityError, PathInUseError: before anything is written.
@@ -64,10 +65,11 @@ class StepPipeline:
         reserved_bytes: int = 0,
         pin: "Callable[[int, int], Callable[[], object] | None] | None" = None,
         on_progress: "Callable[[int, int], None] | None" = None,
+        main_itemsize: int = 4,
     ):
         rank = rank or RankContext()
         self.config = config
-        self.subgroups = {space: cut(numels, config.subgroup_size) for space, numels in spaces.items()}
+        self.subgroups = {space: cut(numels, config.subgroup_size, main_itemsize) for space, numels in spaces.items()}
         self._first: "dict[str, int]" = {}
         every: "list[Subgroup]" = []
         for space, subgroups in self.subgroups.items():
@@ -91,7 +93,7 @@ class StepPipeline:
     # ---------------------------------------------------------------------------------- start-up
 
     def initialize(self, fill: "Callable[[str, Subgroup, StateView], None]") -> None:
-        """Make the state: ``fill`` writes ``main_param`` of each subgroup; the moments are zero.
+        """Make the state: ``fill`` writes the masters of each subgroup; all else is zero.
 
         First every slot is written once, so that a full disk or quota is an error here and not at step 1000. Then
         one subgroup at a time passes through the staging buffers on its way to its path.

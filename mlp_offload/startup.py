@@ -21,11 +21,13 @@ def describe(tiers: Tiers, rank: RankContext, kernel: AdamKernel) -> str:
     """The options as they are used, then what this rank made of them: a line for the state, the memory and each path."""
     subgroups, residency = tiers.subgroups, tiers.residency
     numel = sum(subgroup.numel for subgroup in subgroups)
+    itemsize = 8 + (subgroups[0].main_itemsize if subgroups else 4)
     share = sum(subgroups[i].numel for i in residency.residents) / numel if numel else 1.0
     lines = [
         f"mlp-offload: options\n{tiers.config.echo()}",
         f"mlp-offload: rank {rank.rank}, one of {rank.local_rank_count} on its node",
-        f"  state                 {format_bytes(12 * numel)}: {numel} parameters in {len(subgroups)} subgroups",
+        f"  state                 {format_bytes(itemsize * numel)}: {numel} parameters of {itemsize} bytes in {len(subgroups)} "
+        f"subgroups{'; masters as 16-bit remainders beside the bf16 weights' if itemsize == 10 else ''}",
         f"  host memory           {format_bytes(tiers.pool.region[1])}: {len(residency.residents)} resident subgroups "
         f"({share:.0%} of the state) and {residency.staging_count} buffers in motion",
         f"  Adam kernel           {kernel.variant}, threads: {kernel.threads}",

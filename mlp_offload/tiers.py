@@ -18,7 +18,7 @@ import numpy as np
 from .config import OffloadConfig
 from .errors import ChecksumError, OffloadError, PathIOError, PathTimeoutError
 from .plan.placement import RECORD_ALIGNMENT, Residency
-from .plan.subgroups import ARRAYS, Subgroup
+from .plan.subgroups import Subgroup
 from .storage.buffers import BufferPool, Lease
 from .storage.engine import IoFuture
 from .storage.statefile import StateFile
@@ -75,23 +75,28 @@ class Flight:
 
 @dataclass(frozen=True)
 class StateView:
-    """The record of one subgroup in host memory: three fp32 arrays of ``numel`` elements.
+    """The record of one subgroup in host memory, as it is stored: three arrays of ``numel`` elements.
 
-    ``address`` is that of ``main_param``; ``exp_avg`` and ``exp_avg_sq`` follow ``stride_numel`` elements apart.
+    Each lies ``stride_numel`` elements behind the start of the one before, the first at ``address``. Records hold either
+    ``main_param`` (fp32) or ``remainder`` (int16; ``main_param`` is None then, and exp_avg_sq carries a sign); see
+    ``adam.remainder``.
     """
 
     address: int
     stride_numel: int
     numel: int
-    main_param: np.ndarray
+    main_param: "np.ndarray | None"
+    remainder: "np.ndarray | None"
     exp_avg: np.ndarray
     exp_avg_sq: np.ndarray
 
     @classmethod
     def of(cls, subgroup: Subgroup, lease: Lease) -> "StateView":
-        stride = subgroup.stride_numel
-        arrays = [lease.array(4 * stride * k, subgroup.numel) for k in range(len(ARRAYS))]
-        return cls(lease.address, stride, subgroup.numel, *arrays)
+        stride, numel, itemsize = subgroup.stride_numel, subgroup.numel, subgroup.main_itemsize
+        main = lease.array(0, numel, np.float32 if itemsize == 4 else np.int16)
+        moments = [lease.array(stride * (itemsize + 4 * k), numel) for k in range(2)]
+        main_param, remainder = (main, None) if itemsize == 4 else (None, main)
+        return cls(lease.address, stride, numel, main_param, remainder, *moments)
 
 
 @dataclass

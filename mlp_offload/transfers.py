@@ -24,13 +24,13 @@ STAGING_COUNT = 2
 
 
 class Transfers(Protocol):
-    """Where the kernel finds gradients and leaves weights."""
+    """Where the kernel finds gradients, and weights where it reads them, and leaves weights."""
 
     def begin(self, gradients: "Sequence[torch.Tensor | None]") -> None:
         """A step begins with these gradients, one a shard; they are ready on the caller's stream."""
 
     def prepare(self, subgroup: Subgroup) -> None:
-        """Begin to bring a subgroup's gradients; does not wait."""
+        """Begin to bring what the kernel reads of a subgroup; does not wait."""
 
     def addresses(self, subgroup: Subgroup) -> "tuple[np.ndarray, np.ndarray]":
         """Host addresses of gradient and weight, one a segment (0: no gradient); waits until they may be used."""
@@ -42,10 +42,14 @@ class Transfers(Protocol):
         """Order all weights sent so far before later work on the caller's stream."""
 
 
-def transfers_for(weights: Sequence[torch.Tensor], subgroup_numel: int) -> Transfers:
-    """The transfers that fit where ``weights`` live; all must be on one device."""
+def transfers_for(weights: Sequence[torch.Tensor], subgroup_numel: int, reads_weights: bool) -> Transfers:
+    """The transfers that fit where ``weights`` live; all must be on one device.
+
+    Args:
+        reads_weights: the kernel needs the old weights beside the gradients.
+    """
     if any(w.is_cuda for w in weights):
-        return CudaTransfers(weights, subgroup_numel)
+        return CudaTransfers(weights, subgroup_numel, reads_weights)
     return HostTransfers(weights)
 
 
@@ -96,115 +100,122 @@ class HostTransfers:
 
 @dataclass
 class _Staging:
-    """One subgroup's worth of pinned memory, and the event after which it may be touched again."""
+    """Pinned memory for what one subgroup's update reads and writes: its gradients and its weights.
 
-    memory: torch.Tensor  # uint8
-    event: "torch.cuda.Event"
+    Segments keep their place in the subgroup, in slots as wide as the widest element.
+    """
+
+    gradients: torch.Tensor  # uint8
+    weights: torch.Tensor  # uint8
+    arrived: "torch.cuda.Event"  # after it the kernel may read, and write the weights
+    sent: "torch.cuda.Event"  # after it the weights may be overwritten
     subgroup: int = -1
-    busy: bool = False
-
-    def part(self, segment: Segment, dtype: torch.dtype, itemsize: int) -> torch.Tensor:
-        """The segment's elements; segments keep their place in the subgroup, in slots of ``itemsize`` bytes."""
-        start = segment.offset * itemsize
-        return self.memory[start : start + segment.numel * dtype.itemsize].view(dtype)
-
-    def wait(self) -> None:
-        if self.busy:
-            self.event.synchronize()
-            self.busy = False
 
 
 class CudaTransfers:
     """Weights and gradients on a GPU.
 
-    Order: gradients leave after the caller's stream has made them (event at ``begin``); the kernel reads them after
-    their copy (event a subgroup); a staging buffer is reused after the copy out of it (event a buffer); later work of
-    the caller comes after the last weight (event at ``end``).
+    Order: what an update reads leaves after the caller's stream has made it (``begin``), into staging whose weights have
+    been sent (event ``sent``); the kernel starts when it has come (event ``arrived``); later work of the caller comes
+    after the last weight (``end``).
     """
 
-    def __init__(self, weights: Sequence[torch.Tensor], subgroup_numel: int):
+    def __init__(self, weights: Sequence[torch.Tensor], subgroup_numel: int, reads_weights: bool):
         self._weights = weights
         self._numel = subgroup_numel
+        self._reads_weights = reads_weights
         self._device = weights[0].device
         self._to_host = torch.cuda.Stream(self._device)
         self._to_device = torch.cuda.Stream(self._device)
         self._weight_itemsize = max(w.element_size() for w in weights)
-        self._pin = True
-        self._out = [self._staging(self._weight_itemsize) for _ in range(STAGING_COUNT)]
         self._grad_itemsize = 0
-        self._in: "list[_Staging]" = []
+        self._pin = True
+        self._stagings: "list[_Staging]" = []
+        self._updating: "_Staging | None" = None
         self._gradients: "Sequence[torch.Tensor | None]" = ()
 
-    def _staging(self, itemsize: int) -> _Staging:
-        nbytes = self._numel * itemsize
+    def _memory(self, nbytes: int) -> torch.Tensor:
         memory = pinned_memory(nbytes) if self._pin else None
         if memory is None:  # copies through pageable memory wait where these would not, and are right as well
             self._pin = False
             memory = torch.empty(nbytes, dtype=torch.uint8)
-        return _Staging(memory, torch.cuda.Event())
+        return memory
 
     def begin(self, gradients: "Sequence[torch.Tensor | None]") -> None:
-        itemsize = max((g.element_size() for g in gradients if g is not None), default=0)
+        itemsize = max((g.element_size() for g in gradients if g is not None), default=1)
         if itemsize > self._grad_itemsize:
+            self._to_device.synchronize()  # the staging that goes may still be on its way
             self._grad_itemsize = itemsize
-            self._in = [self._staging(itemsize) for _ in range(STAGING_COUNT)]
+            self._stagings = [
+                _Staging(
+                    self._memory(self._numel * itemsize),
+                    self._memory(self._numel * self._weight_itemsize),
+                    torch.cuda.Event(),
+                    torch.cuda.Event(),
+                )
+                for _ in range(STAGING_COUNT)
+            ]
         self._gradients = gradients
         self._to_host.wait_stream(torch.cuda.current_stream(self._device))
-        for staging in self._in:
+        for staging in self._stagings:
             staging.subgroup = -1
 
     def prepare(self, subgroup: Subgroup) -> None:
-        if not self._in or any(s.subgroup == subgroup.index for s in self._in):
+        if any(s.subgroup == subgroup.index for s in self._stagings):
             return
-        staging = next((s for s in self._in if s.subgroup < 0), None)
+        staging = next((s for s in self._stagings if s.subgroup < 0), None)
         if staging is None:
             return  # both hold subgroups that are still to be updated; addresses() will fetch this one
         self._copy_in(subgroup, staging)
 
     def _copy_in(self, subgroup: Subgroup, staging: _Staging) -> None:
-        staging.wait()
+        self._to_host.wait_event(staging.sent)
         with torch.cuda.stream(self._to_host):
             for segment in subgroup.segments:
-                grad = self._gradients[segment.shard]
-                if grad is not None:
-                    source = grad[segment.shard_offset : segment.shard_offset + segment.numel]
-                    staging.part(segment, grad.dtype, self._grad_itemsize).copy_(source, non_blocking=True)
-            staging.event.record(self._to_host)
-        staging.subgroup, staging.busy = subgroup.index, True
+                grad, weight = self._gradients[segment.shard], self._weights[segment.shard]
+                if grad is None:
+                    continue
+                self._part(staging.gradients, segment, grad.dtype).copy_(_of(grad, segment), non_blocking=True)
+                if self._reads_weights:
+                    self._part(staging.weights, segment, weight.dtype).copy_(_of(weight, segment), non_blocking=True)
+            staging.arrived.record(self._to_host)
+        staging.subgroup = subgroup.index
 
     def addresses(self, subgroup: Subgroup) -> "tuple[np.ndarray, np.ndarray]":
+        staging = next((s for s in self._stagings if s.subgroup == subgroup.index), None)
+        if staging is None:  # it was not prepared, or came before its turn
+            staging = next((s for s in self._stagings if s.subgroup < 0), self._stagings[0])
+            self._copy_in(subgroup, staging)
+        staging.arrived.synchronize()
+        self._updating = staging
         grads = np.zeros(len(subgroup.segments), np.int64)
-        if self._in:
-            staging = next((s for s in self._in if s.subgroup == subgroup.index), None)
-            if staging is None:
-                staging = next((s for s in self._in if s.subgroup < 0), self._in[0])
-                self._copy_in(subgroup, staging)
-            staging.wait()
-            staging.subgroup = -1  # free after this update, which reads it before the next prepare() can be called
-            for i, segment in enumerate(subgroup.segments):
-                grad = self._gradients[segment.shard]
-                if grad is not None:
-                    grads[i] = staging.part(segment, grad.dtype, self._grad_itemsize).data_ptr()
-        out = self._out[0]
-        out.wait()
-        weights = [
-            out.part(s, self._weights[s.shard].dtype, self._weight_itemsize).data_ptr() for s in subgroup.segments
-        ]
-        return grads, np.array(weights, np.int64)
+        weights = np.zeros(len(subgroup.segments), np.int64)
+        for i, segment in enumerate(subgroup.segments):
+            grad, weight = self._gradients[segment.shard], self._weights[segment.shard]
+            if grad is not None:
+                grads[i] = self._part(staging.gradients, segment, grad.dtype).data_ptr()
+                weights[i] = self._part(staging.weights, segment, weight.dtype).data_ptr()
+        return grads, weights
 
     def send(self, subgroup: Subgroup) -> None:
-        out = self._out.pop(0)
-        self._out.append(out)  # the other one is next
+        staging = self._updating
         with torch.cuda.stream(self._to_device):
             for segment in subgroup.segments:
                 weight = self._weights[segment.shard]
-                if self._gradients[segment.shard] is None:
-                    continue  # no gradient: the kernel left the staging as it was
-                target = weight[segment.shard_offset : segment.shard_offset + segment.numel]
-                target.copy_(out.part(segment, weight.dtype, self._weight_itemsize), non_blocking=True)
-            out.event.record(self._to_device)
-        out.busy = True
+                if self._gradients[segment.shard] is not None:
+                    part = self._part(staging.weights, segment, weight.dtype)
+                    _of(weight, segment).copy_(part, non_blocking=True)
+            staging.sent.record(self._to_device)
+        staging.subgroup = -1  # free for the next one, behind ``sent``
 
     def end(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._to_device)
         self._gradients = ()
+
+    def _part(self, memory: torch.Tensor, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
+        start = segment.offset * (memory.numel() // self._numel)
+        return memory[start : start + segment.numel * dtype.itemsize].view(dtype)
+
+
+def _of(shard: torch.Tensor, segment: Segment) -> torch.Tensor:
+    return shard[segment.shard_offset : segment.shard_offset + segment.numel]

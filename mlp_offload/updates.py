@@ -1,17 +1,26 @@
-"""Adam on one subgroup after another: the work that the pipeline calls."""
+"""Adam on one subgroup after another: the work that the pipeline calls, and the meaning of what a record holds."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from .adam.kernel import DTYPE_CODES, AdamKernel, AdamScalars
-from .errors import ConfigError
+from .adam.remainder import join, split
+from .errors import ConfigError, WeightsChangedError
 from .plan.subgroups import Segment, Subgroup
 from .tiers import StateView
 from .transfers import transfers_for
+
+_SIGN_CLEARED = np.uint32(0x7FFFFFFF)
+
+
+def main_itemsize(master_weights: str, weights: Sequence[torch.Tensor]) -> int:
+    """Bytes a parameter that records spend on masters: 2 where all weights are bf16 and the option allows it, else 4."""
+    return 2 if master_weights == "remainder" and all(w.dtype == torch.bfloat16 for w in weights) else 4
 
 
 class AdamWork:
@@ -21,26 +30,49 @@ class AdamWork:
         kernel: the Adam kernel.
         weights: one flat contiguous tensor a shard, fp32, bf16 or fp16, all on one device; written in place.
         subgroup_numel: elements of the largest subgroup.
+        main_itemsize: of the records; with 2 all weights must be bf16, and each is watched by a sum ([Note: remainder]
+            in ``adam.remainder``): its master is lost when somebody else changes it.
+        adopt_changes: what then happens: True = the changed weight is the new master, of the whole part of the shard
+            that lies in one subgroup; False = ``WeightsChangedError``.
 
     Raises:
         ConfigError: a weight is not flat, contiguous and of a dtype that the kernel knows.
     """
 
-    def __init__(self, kernel: AdamKernel, weights: Sequence[torch.Tensor], subgroup_numel: int):
+    def __init__(
+        self,
+        kernel: AdamKernel,
+        weights: Sequence[torch.Tensor],
+        subgroup_numel: int,
+        main_itemsize: int = 4,
+        adopt_changes: bool = False,
+    ):
+        self._kernel = kernel
+        self._subgroup_numel = subgroup_numel
+        self._reads_weights = main_itemsize == 2
+        self._adopt_changes = adopt_changes
+        self._sums: "dict[int, np.ndarray]" = {}  # subgroup -> sum of each segment's weights when they were written
+        self._grad_codes = np.zeros(len(weights), np.int64)
+        self._group_index = np.zeros(len(weights), np.int64)
+        self._scalars: "Sequence[AdamScalars]" = ()
+        self._stale: "frozenset[int]" = frozenset()
+        self.bind(weights)
+
+    def bind(self, weights: Sequence[torch.Tensor]) -> None:
+        """Go on with ``weights`` in other memory.
+
+        Raises:
+            ConfigError: as on construction.
+        """
         for i, weight in enumerate(weights):
             if weight.dim() != 1 or not weight.is_contiguous() or weight.dtype not in DTYPE_CODES:
                 raise ConfigError(
                     f"weight {i} has shape {tuple(weight.shape)}, strides {weight.stride()} and dtype {weight.dtype}; "
                     f"offload takes contiguous parameters in {', '.join(str(d) for d in DTYPE_CODES)}"
                 )
-        self._kernel = kernel
         self._weights = [w.detach() for w in weights]
-        self._transfers = transfers_for(self._weights, subgroup_numel)
+        self._transfers = transfers_for(self._weights, self._subgroup_numel, self._reads_weights)
         self._weight_codes = np.array([DTYPE_CODES[w.dtype] for w in weights], np.int64)
-        self._grad_codes = np.zeros(len(weights), np.int64)
-        self._group_index = np.zeros(len(weights), np.int64)
-        self._scalars: "Sequence[AdamScalars]" = ()
-        self._stale: "frozenset[int]" = frozenset()
 
     def begin(
         self,
@@ -55,7 +87,8 @@ class AdamWork:
             gradients: one flat contiguous tensor a shard, or None: then state and weight stay as they are.
             scalars: one a group.
             group_index: for each shard its position in ``scalars``.
-            stale: shards whose weight was changed by someone else since the last step; see ``refresh``.
+            stale: shards whose weight was changed by someone else since the last step; see ``read``. Only for records
+                of fp32 masters: with remainders the sums tell.
         """
         for i, (gradient, weight) in enumerate(zip(gradients, self._weights)):
             if gradient is None:
@@ -74,7 +107,8 @@ class AdamWork:
         self._transfers.prepare(subgroup)
 
     def update(self, subgroup: Subgroup, state: StateView) -> None:
-        self.refresh(subgroup, state, self._stale)
+        if state.remainder is None:
+            self._refresh(subgroup, state, self._stale)
         shards = np.array([s.shard for s in subgroup.segments], np.int64)
         rows = np.empty((len(shards), 7), np.int64)
         rows[:, 0] = [s.offset for s in subgroup.segments]
@@ -83,20 +117,106 @@ class AdamWork:
         rows[:, 4] = self._grad_codes[shards]
         rows[:, 5] = self._weight_codes[shards]
         rows[:, 6] = self._group_index[shards]
-        self._kernel.update(state.address, state.stride_numel, rows, self._scalars)
+        if state.remainder is None:
+            self._kernel.update(state.address, state.stride_numel, rows, self._scalars)
+        else:
+            stepped = np.flatnonzero(rows[:, 2])  # those that have a gradient
+            addresses, numels = rows[stepped, 3], rows[stepped, 1]
+            changed = stepped[self._kernel.sum_words(addresses, numels) != self._sums[subgroup.index][stepped]]
+            self._restart(subgroup, state, self._allowed(subgroup, changed))
+            self._kernel.update(state.address, state.stride_numel, rows, self._scalars, main_itemsize=2)
+            self._sums[subgroup.index][stepped] = self._kernel.sum_words(addresses, numels)
         self._transfers.send(subgroup)
 
     def end(self) -> None:
         """Order all weights before later work on the caller's stream."""
         self._transfers.end()
 
-    def load_weights(self, subgroup: Subgroup, state: StateView) -> None:
-        """Make main_param of the subgroup from the weights."""
-        main_param = torch.from_numpy(state.main_param)
-        for s in subgroup.segments:
-            main_param[s.offset : s.offset + s.numel].copy_(self._weight(s))
+    # ------------------------------------------------------------------------------- between the steps
 
-    def refresh(self, subgroup: Subgroup, state: StateView, shards: Collection[int]) -> None:
+    def load_weights(self, subgroup: Subgroup, state: StateView) -> None:
+        """Make the masters of the subgroup from the weights."""
+        if state.remainder is None:
+            main_param = torch.from_numpy(state.main_param)
+            for s in subgroup.segments:
+                main_param[s.offset : s.offset + s.numel].copy_(self._weight(s))
+        else:
+            self._restart(subgroup, state, subgroup.segments)
+            self._sums[subgroup.index] = self._sum(subgroup)
+
+    def read(self, subgroup: Subgroup, state: StateView, stale: Collection[int] = ()) -> "dict[str, torch.Tensor]":
+        """``main_param``, ``exp_avg`` and ``exp_avg_sq`` of the subgroup, fp32; valid as long as ``state`` is.
+
+        Where a shard in ``stale`` was changed, its weight is the master; elements that it still rounds to keep theirs.
+
+        Raises:
+            WeightsChangedError: a weight was changed by other hands, so that its master cannot be known.
+        """
+        if state.remainder is None:
+            self._refresh(subgroup, state, stale)
+            return _arrays(state)
+        changed = np.flatnonzero(self._sum(subgroup) != self._sums[subgroup.index])
+        return self._joined(subgroup, state, self._allowed(subgroup, changed))
+
+    @contextlib.contextmanager
+    def edit(self, subgroup: Subgroup, state: StateView) -> "Iterator[dict[str, torch.Tensor]]":
+        """As ``read``, to change in place; weights that were changed count as masters. Stored when the block ends.
+
+        Raises:
+            WeightsChangedError: a new ``main_param`` does not round to the weight.
+        """
+        if state.remainder is None:
+            yield _arrays(state)
+            return
+        sums = self._sum(subgroup)
+        known = self._sums.get(subgroup.index, ~sums)
+        arrays = self._joined(subgroup, state, [subgroup.segments[i] for i in np.flatnonzero(sums != known)])
+        yield arrays
+        weight, remainder, exp_avg_sq = split(arrays["main_param"], arrays["exp_avg_sq"])
+        here = self._host_weights(subgroup)
+        differ = int(((weight.view(torch.int16) != here.view(torch.int16)) & ~(weight.isnan() & here.isnan())).sum())
+        if differ:
+            raise WeightsChangedError(
+                f"subgroup {subgroup.index}: {differ} of {subgroup.numel} fp32 masters do not round to the model's bf16 weights. "
+                "With master_weights=remainder both must belong together: load the model's weights before the "
+                "optimizer's state, from the same checkpoint, or set master_weights to full"
+            )
+        torch.from_numpy(state.remainder).copy_(remainder)
+        torch.from_numpy(state.exp_avg_sq).copy_(exp_avg_sq)
+        self._sums[subgroup.index] = sums
+
+    # ------------------------------------------------------------------------------------ helpers
+
+    def _allowed(self, subgroup: Subgroup, changed: np.ndarray) -> "list[Segment]":
+        """The segments at the positions ``changed``; raises where their masters may not start again."""
+        segments = [subgroup.segments[i] for i in changed]
+        if segments and not self._adopt_changes:
+            shards = ", ".join(str(s.shard) for s in segments[:8]) + (", ..." if len(segments) > 8 else "")
+            raise WeightsChangedError(
+                f"subgroup {subgroup.index}: the weights of {len(segments)} of its {len(subgroup.segments)} parts (of shards "
+                f"{shards}) were changed by other hands since the last step, and their fp32 masters with them: with "
+                "master_weights=remainder nobody but the optimizer may do that. Call reload_model_params() of the "
+                "optimizer after changing weights, or set master_weights to full, where the masters win"
+            )
+        return segments
+
+    def _restart(self, subgroup: Subgroup, state: StateView, segments: Collection[Segment]) -> None:
+        """Let the weights be the masters of ``segments``."""
+        for s in segments:
+            part = slice(s.offset, s.offset + s.numel)
+            state.remainder[part] = 0
+            state.exp_avg_sq[part].view(np.uint32)[:] &= _SIGN_CLEARED
+
+    def _joined(
+        self, subgroup: Subgroup, state: StateView, restarted: Collection[Segment]
+    ) -> "dict[str, torch.Tensor]":
+        weight = self._host_weights(subgroup)
+        main_param, exp_avg_sq = join(weight, torch.from_numpy(state.remainder), torch.from_numpy(state.exp_avg_sq))
+        for s in restarted:
+            main_param[s.offset : s.offset + s.numel] = weight[s.offset : s.offset + s.numel]
+        return {"main_param": main_param, "exp_avg": torch.from_numpy(state.exp_avg), "exp_avg_sq": exp_avg_sq}
+
+    def _refresh(self, subgroup: Subgroup, state: StateView, shards: Collection[int]) -> None:
         """Make main_param of ``shards`` from the weights again, but keep it where it still rounds to the weight."""
         for s in subgroup.segments:
             if s.shard in shards:
@@ -107,3 +227,16 @@ class AdamWork:
     def _weight(self, segment: Segment) -> torch.Tensor:
         start = segment.shard_offset
         return self._weights[segment.shard][start : start + segment.numel]
+
+    def _host_weights(self, subgroup: Subgroup) -> torch.Tensor:
+        return torch.cat([self._weight(s).cpu() for s in subgroup.segments])
+
+    def _sum(self, subgroup: Subgroup) -> np.ndarray:
+        """One sum a segment, of the weights as they are now."""
+        weights = [self._weight(s).cpu() for s in subgroup.segments]
+        addresses = np.array([w.data_ptr() for w in weights], np.int64)
+        return self._kernel.sum_words(addresses, np.array([w.numel() for w in weights], np.int64))
+
+
+def _arrays(state: StateView) -> "dict[str, torch.Tensor]":
+    return {name: torch.from_numpy(getattr(state, name)) for name in ("main_param", "exp_avg", "exp_avg_sq")}

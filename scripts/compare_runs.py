@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-STATE_BYTES = 12  # a parameter: main_param, exp_avg, exp_avg_sq in fp32
+STATE_BYTES = 10  # a parameter: a bf16 weight's 16-bit remainder of main_param, exp_avg and exp_avg_sq in fp32
 LEAST_FALL_NATS = 2.0
 LEAST_MOVED = 0.5
 

@@ -171,23 +171,39 @@ class AdamKernel:
         return self._native.threads
 
     def update(
-        self, state_address: int, stride_numel: int, segments: Sequence[Segment], groups: Sequence[AdamScalars]
+        self,
+        state_address: int,
+        stride_numel: int,
+        segments: Sequence[Segment],
+        groups: Sequence[AdamScalars],
+        main_itemsize: int = 4,
     ) -> None:
         """One step, in place, over the record at `state_address` (bytes): main_param, exp_avg and exp_avg_sq, fp32,
-        each `stride_numel` elements after the one before. Elements in no segment are left as they are.
+        `stride_numel` elements each. Elements in no segment are left as they are.
 
-        Segments must not overlap. The GIL is released meanwhile.
+        With `main_itemsize` 2 the record holds remainders in place of main_param (see `remainder`), and the bf16
+        weights are read as well as written. Segments must not overlap. The GIL is released meanwhile.
 
         Raises:
-            ValueError: a segment lies outside the record, or names an unknown group or dtype; nothing was written.
+            ValueError: a segment lies outside the record, names an unknown group or dtype, or has no bf16 weight where
+                it needs one; nothing was written.
             RuntimeError: the kernel is closed.
         """
         self._native.update(
             state_address,
             stride_numel,
+            main_itemsize,
             np.array(segments, dtype=np.int64).reshape(-1, len(Segment._fields)),
             np.array(groups, dtype=np.float32).reshape(-1, len(AdamScalars._fields)),
         )
+
+    def sum_words(self, addresses: np.ndarray, numels: np.ndarray) -> np.ndarray:
+        """For each run of `numels[i]` 16-bit words at `addresses[i]` the sum of word k times 2 k + 1, modulo 2**32.
+
+        The factors are odd, so a single word that changed always shows. All arrays have shape (runs,), int64; the
+        result is uint32.
+        """
+        return self._native.sum_words(addresses, numels)
 
     def close(self) -> None:
         """Join the threads. Safe to call twice."""

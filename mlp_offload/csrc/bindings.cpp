@@ -149,21 +149,39 @@ static void bind_adam(py::module_& m) {
   namespace adam = mlp_offload::adam;
   using Segments = py::array_t<std::int64_t, py::array::c_style>;
   using Groups = py::array_t<float, py::array::c_style>;
+  using Numbers = py::array_t<std::int64_t, py::array::c_style>;
   m.def("adam_variants", &adam::variants, "Names of the Adam variants that this processor runs, fastest first.");
   py::class_<adam::AdamKernel>(m, "AdamKernel")
       .def(py::init<int, const std::string&>(), py::arg("threads"), py::arg("variant"))
       .def(
           "update",
-          [](adam::AdamKernel& kernel, std::uint64_t state_address, std::int64_t stride_numel, const Segments& segments,
-             const Groups& groups) {
+          [](adam::AdamKernel& kernel, std::uint64_t state_address, std::int64_t stride_numel,
+             std::int64_t main_itemsize, const Segments& segments, const Groups& groups) {
             const auto* segment_rows = rows_of<adam::Segment>(segments, adam::kSegmentColumnCount, "segments");
             const auto* group_rows = rows_of<adam::Scalars>(groups, adam::kScalarCount, "groups");
             const std::int64_t segment_count = segments.shape(0), group_count = groups.shape(0);
             py::gil_scoped_release release;
-            kernel.update(state_address, stride_numel, segment_rows, segment_count, group_rows, group_count);
+            kernel.update(state_address, stride_numel, main_itemsize, segment_rows, segment_count, group_rows,
+                          group_count);
           },
-          py::arg("state_address"), py::arg("stride_numel"), py::arg("segments").noconvert(),
-          py::arg("groups").noconvert())
+          py::arg("state_address"), py::arg("stride_numel"), py::arg("main_itemsize"),
+          py::arg("segments").noconvert(), py::arg("groups").noconvert())
+      .def(
+          "sum_words",
+          [](adam::AdamKernel& kernel, const Numbers& addresses, const Numbers& numels) {
+            if (addresses.ndim() != 1 || numels.ndim() != 1 || addresses.size() != numels.size()) {
+              throw std::invalid_argument("addresses and numels must be one-dimensional and equally long");
+            }
+            py::array_t<std::uint32_t> sums(addresses.size());
+            const std::int64_t *address_data = addresses.data(), *numel_data = numels.data(), count = addresses.size();
+            std::uint32_t* sum_data = sums.mutable_data();
+            {
+              py::gil_scoped_release release;
+              kernel.sum_words(address_data, numel_data, count, sum_data);
+            }
+            return sums;
+          },
+          py::arg("addresses").noconvert(), py::arg("numels").noconvert())
       .def("close", &adam::AdamKernel::close, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("threads", &adam::AdamKernel::threads)
       .def_property_readonly("variant", &adam::AdamKernel::variant);

@@ -87,9 +87,9 @@ class MLPDistributedOptimizer(DistributedOptimizer):
             resources: owns pipeline and kernel; closed by ``close``, kept alive by this optimizer.
         """
         self._pipeline, self._space, self._resources = pipeline, space, resources
-        self._states = ShardStates(pipeline, space)
-        largest = max(subgroup.numel for subgroup in pipeline.subgroups[space])
-        self._work = AdamWork(kernel, [shard.weight for shard in self.shards], largest)
+        largest = max(pipeline.subgroups[space], key=lambda subgroup: subgroup.numel)
+        self._work = AdamWork(kernel, [shard.weight for shard in self.shards], largest.numel, largest.main_itemsize)
+        self._states = ShardStates(pipeline, space, self._work)
 
     def fill(self, subgroup: Subgroup, view: StateView) -> None:
         """Write the first ``main_param`` of a subgroup: the model's weights, widened."""

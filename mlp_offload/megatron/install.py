@@ -22,6 +22,7 @@ from ..optimizer import pin_memory
 from ..pipeline import RankContext, StepPipeline
 from ..startup import describe, progress
 from ..transfers import staging_bytes
+from ..updates import main_itemsize
 from .distributed_optimizer import MLPDistributedOptimizer
 from .gradients import clip_coefficient
 from .self_check import check_built, check_internals
@@ -202,6 +203,7 @@ def _start(config: OffloadConfig, parts: "list[MLPDistributedOptimizer]") -> Non
                 reserved_bytes=staging_bytes(weights, largest, 4),
                 pin=pin_memory if weights[0].is_cuda else None,
                 on_progress=show,
+                main_itemsize=main_itemsize(config.master_weights, weights),
             )
             resources.stack.callback(pipeline.close)
             if first:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ..errors import ConfigError
-from ..pipeline import StateView, StepPipeline
+from ..pipeline import StepPipeline
 from ..plan.subgroups import Segment, Subgroup
+from ..updates import AdamWork
 
 # Megatron's name of a state tensor -> ours.
 NAMES = {"param": "main_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -22,8 +23,8 @@ class ShardStates:
     (12 bytes an element) until ``forget``; writes are collected with ``stage`` and done by subgroup in ``flush``.
     """
 
-    def __init__(self, pipeline: StepPipeline, space: str):
-        self._pipeline, self._space = pipeline, space
+    def __init__(self, pipeline: StepPipeline, space: str, work: AdamWork):
+        self._pipeline, self._space, self._work = pipeline, space, work
         self._pieces: "dict[int, list[tuple[Subgroup, Segment]]]" = defaultdict(list)
         for subgroup in pipeline.subgroups[space]:
             for segment in subgroup.segments:
@@ -59,19 +60,19 @@ class ShardStates:
         """Write everything staged, one subgroup at a time."""
         staged, self._staged = self._staged, {}
 
-        def write(view: StateView, segment: Segment) -> None:
+        def write(arrays: "dict[str, torch.Tensor]", segment: Segment) -> None:
             for name, ours in NAMES.items():
                 new = staged[segment.shard][name].detach().reshape(-1)
-                _part(view, ours, segment).copy_(new[segment.shard_offset : segment.shard_offset + segment.numel])
+                _of(arrays[ours], segment).copy_(new[segment.shard_offset : segment.shard_offset + segment.numel])
 
         self._modify(write, staged)
 
     def set_main_params(self, sources: "Sequence[torch.Tensor]") -> None:
         """Replace ``main_param`` of every shard by its source (flat, any dtype); moments stay."""
 
-        def write(view: StateView, segment: Segment) -> None:
+        def write(arrays: "dict[str, torch.Tensor]", segment: Segment) -> None:
             source = sources[segment.shard][segment.shard_offset : segment.shard_offset + segment.numel]
-            _part(view, "main_param", segment).copy_(source)
+            _of(arrays["main_param"], segment).copy_(source)
 
         self._modify(write, self._pieces)
 
@@ -79,22 +80,26 @@ class ShardStates:
         """Drop the kept copy: call it whenever the state may have changed."""
         self._kept = None
 
-    def _modify(self, write: "Callable[[StateView, Segment], None]", shards: "Mapping[int, object]") -> None:
+    def _modify(
+        self, write: "Callable[[dict[str, torch.Tensor], Segment], None]", shards: "Mapping[int, object]"
+    ) -> None:
         self.forget()
         for subgroup in self._pipeline.subgroups[self._space]:
             segments = [segment for segment in subgroup.segments if segment.shard in shards]
             if segments:
-                with self._pipeline.modify(self._space, subgroup) as view:
+                modified = self._pipeline.modify(self._space, subgroup)
+                with modified as view, self._work.edit(subgroup, view) as arrays:
                     for segment in segments:
-                        write(view, segment)
+                        write(arrays, segment)
 
     def _copy(self, subgroup: Subgroup) -> "dict[str, torch.Tensor]":
         if self._kept is None or self._kept[0] != subgroup.index:
             with self._pipeline.read(self._space, subgroup) as view:
-                copies = {name: torch.from_numpy(getattr(view, ours)).clone() for name, ours in NAMES.items()}
+                arrays = self._work.read(subgroup, view)
+                copies = {name: arrays[ours].clone() for name, ours in NAMES.items()}
             self._kept = (subgroup.index, copies)
         return self._kept[1]
 
 
-def _part(view: StateView, name: str, segment: Segment) -> torch.Tensor:
-    return torch.from_numpy(getattr(view, name))[segment.offset : segment.offset + segment.numel]
+def _of(array: torch.Tensor, segment: Segment) -> torch.Tensor:
+    return array[segment.offset : segment.offset + segment.numel]

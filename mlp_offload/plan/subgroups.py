@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ARRAYS = ("main_param", "exp_avg", "exp_avg_sq")
-"""The fp32 arrays of a subgroup record, in the order in which they lie in it."""
-
-_ALIGN_NUMEL = 16  # 64 bytes: each array of a record starts on a cache line
+_CACHE_LINE_BYTES = 64  # where each array of a record starts
 
 
 @dataclass(frozen=True)
@@ -28,19 +25,21 @@ class Subgroup:
     index: int  # within its space
     numel: int
     segments: "tuple[Segment, ...]"
+    main_itemsize: int = 4  # bytes: 4 = fp32 main_param; 2 = the 16 bits of it that a bf16 weight lacks
 
     @property
     def stride_numel(self) -> int:
-        """Elements from the start of one array of the record to the start of the next."""
-        return -(-self.numel // _ALIGN_NUMEL) * _ALIGN_NUMEL
+        """Elements of each array of the record, with padding."""
+        align = _CACHE_LINE_BYTES // self.main_itemsize
+        return -(-self.numel // align) * align
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of ``[main_param | exp_avg | exp_avg_sq]`` in fp32."""
-        return len(ARRAYS) * 4 * self.stride_numel
+        """Bytes of ``[main_param or remainder | exp_avg | exp_avg_sq]``, the moments in fp32."""
+        return (self.main_itemsize + 8) * self.stride_numel
 
 
-def cut(shard_numels: Sequence[int], subgroup_size: int) -> "tuple[Subgroup, ...]":
+def cut(shard_numels: Sequence[int], subgroup_size: int, main_itemsize: int = 4) -> "tuple[Subgroup, ...]":
     """Cut concatenated shards into subgroups; a cut may fall inside a shard, empty shards vanish.
 
     Shards of 3 and 4 elements, ``subgroup_size`` 5: one subgroup of 5 (3 from the first shard, 2 from the
@@ -52,7 +51,7 @@ def cut(shard_numels: Sequence[int], subgroup_size: int) -> "tuple[Subgroup, ...
 
     def close() -> None:
         nonlocal filled, segments
-        subgroups.append(Subgroup(len(subgroups), filled, tuple(segments)))
+        subgroups.append(Subgroup(len(subgroups), filled, tuple(segments), main_itemsize))
         filled, segments = 0, []
 
     for shard, numel in enumerate(shard_numels):

@@ -90,10 +90,15 @@ def test_fifty_steps_of_odd_sizes_groups_and_missing_gradients(offloaded, fused)
         assert not torch.equal(p, parameters()[i].view(-1)) or p.numel() == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_parameters_have_fp32_masters(offloaded, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "kept", "bytes_each"),
+    [(torch.bfloat16, "remainder", 10), (torch.bfloat16, "full", 12), (torch.float16, "remainder", 12)],
+)
+def test_low_precision_parameters_have_fp32_masters(offloaded, dtype, kept, bytes_each):
     ours, masters = parameters(dtype)[4:6], [torch.nn.Parameter(p.float()) for p in parameters(dtype)[4:6]]
-    optimizer, oracle = offloaded(ours, lr=1e-2), torch.optim.AdamW(masters, lr=1e-2, fused=True)
+    optimizer = offloaded(ours, lr=1e-2, master_weights=kept)
+    oracle = torch.optim.AdamW(masters, lr=1e-2, fused=True)
+    assert {s.record_bytes // s.stride_numel for s in optimizer._pipeline.tiers.subgroups} == {bytes_each}
     for step in range(1, 11):
         set_gradients(ours, step, missing=False)
         for p, master in zip(ours, masters):
@@ -216,18 +221,33 @@ def test_a_parameter_that_was_given_other_memory_is_still_the_one_that_is_update
         optimizer.step()
 
 
-def test_weights_loaded_after_the_optimizer_keep_their_masters(offloaded):
-    """The order of the two ``load_state_dict`` calls does not matter, nor does writing back the same weights."""
+@pytest.mark.parametrize(
+    ("kept", "model_first"), [("remainder", True), ("remainder", False), ("full", True), ("full", False)]
+)
+def test_resumed_masters_are_those_that_were_saved(offloaded, kept, model_first):
+    """With full masters the order of the two ``load_state_dict`` calls does not matter; writing the same weights never does."""
     ours = parameters(torch.bfloat16)[4:6]
-    optimizer = offloaded(ours, lr=1e-3)
-    again = parameters(torch.bfloat16)[4:6]
-    resumed = offloaded(again, lr=1e-3)
+    optimizer = offloaded(ours, lr=1e-3, master_weights=kept)
+    again = [torch.nn.Parameter(p * 2) for p in ours]
+    resumed = offloaded(again, lr=1e-3, master_weights=kept)
+
+    def load_model():
+        with torch.no_grad():
+            for p, q in zip(again, ours):
+                p.copy_(q)
+
     for step in range(1, 6):
         if step == 3:
+            if model_first:
+                load_model()
+            elif kept == "remainder":
+                before = resumed.state_dict()["state"]
+                with pytest.raises(ConfigError, match="load the model before the optimizer"):
+                    resumed.load_state_dict(optimizer.state_dict())
+                assert before.keys() == resumed.state_dict()["state"].keys()
+                load_model()
             resumed.load_state_dict(optimizer.state_dict())
-            with torch.no_grad():
-                for p, q in zip(again, ours):
-                    p.copy_(q)
+            load_model()
         for opt, params in ((optimizer, ours), (resumed, again)):
             set_gradients(params, step, missing=False)
             opt.step()
@@ -244,6 +264,36 @@ def test_a_changed_weight_is_in_the_state_before_the_next_step(offloaded):
         p[0].fill_(7.0)
     main_param = optimizer.state_dict()["state"][0]["main_param"]
     assert torch.equal(main_param.to(p.dtype), p) and (main_param != p).any()
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+@pytest.mark.parametrize("load_after", [False, True])
+def test_a_changed_bf16_weight_is_its_own_master(offloaded, through_data, load_after):
+    """Also when autograd sees no change. Oracle: a fresh optimizer on the changed weights with the same moments."""
+    ours = parameters(torch.bfloat16)[4:6]
+    optimizer = offloaded(ours, lr=1e-2, subgroup_size=4096)
+    for step in (1, 2):
+        set_gradients(ours, step, missing=False)
+        optimizer.step()
+    untouched = optimizer.state_dict()["state"][1]["main_param"]
+    assert (untouched.bfloat16() != untouched).any()
+    with torch.no_grad():
+        (ours[0].data if through_data else ours[0])[3].mul_(1.5)
+    state = optimizer.state_dict()
+    assert torch.equal(state["state"][0]["main_param"], ours[0].float())
+    assert torch.equal(state["state"][1]["main_param"], untouched)  # of another parameter
+    if load_after:
+        optimizer.load_state_dict(state)
+    fresh = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    oracle = offloaded(fresh, lr=1e-2, master_weights="full")
+    oracle.load_state_dict(state)
+    for step in (3, 4):
+        for opt, params in ((optimizer, ours), (oracle, fresh)):
+            set_gradients(params, step, missing=False)
+            opt.step()
+    for i, entry in oracle.state_dict()["state"].items():
+        for name, tensor in entry.items():
+            assert torch.equal(tensor, optimizer.state_dict()["state"][i][name]), (i, name)
 
 
 def test_a_loaded_state_shares_nothing_with_where_it_came_from(offloaded):

@@ -41,15 +41,17 @@ def test_hash_does_not_depend_on_where_and_how_the_state_is_updated(tmp_path, dt
         directory.mkdir()
     everything_resident, _ = run(directories[:1], dtype, host_memory="1MiB", update_threads=1, adam_variant="scalar")
     subgroup_sizes = {97: "32KiB", 509: "40KiB", 1021: "60KiB"}  # with a budget that holds 8, 5 and 5 buffers
-    combinations = itertools.product(subgroup_sizes, (1, 3), ("tight", "roomy"), (1, 2), VARIANTS, ENGINES)
+    kept = ("remainder", "full") if dtype == torch.bfloat16 else ("remainder",)
+    combinations = itertools.product(subgroup_sizes, (1, 3), ("tight", "roomy"), (1, 2), VARIANTS, ENGINES, kept)
     shares = []
-    for subgroup_size, path_count, budget, threads, variant, engine in combinations:
+    for subgroup_size, path_count, budget, threads, variant, engine, master_weights in combinations:
         options = {
             "subgroup_size": subgroup_size,
             "host_memory": subgroup_sizes[subgroup_size] if budget == "tight" else "1MiB",
             "update_threads": threads,
             "adam_variant": variant,
             "engine": engine,
+            "master_weights": master_weights,
         }
         digest, share = run(directories[:path_count], dtype, **options)
         assert digest == everything_resident, options

@@ -9,8 +9,8 @@ RISING = {"initial_loss_scale": 2.0**10, "loss_scale_window": 2}  # doubles at e
 CONSTANT = {"loss_scale": 1000.0}  # no power of two: unscaling rounds
 
 
-def _compare(steps: int = 5, **layout: Any) -> "dict[str, Any]":
-    return {"kind": "compare", "steps": steps, "layout": layout}
+def _compare(steps: int = 5, offload: "dict[str, Any] | None" = None, **layout: Any) -> "dict[str, Any]":
+    return {"kind": "compare", "steps": steps, "layout": layout, "offload": offload or {}}
 
 
 def _resume(saved_by: str, loaded_by: str, format: str, **layout: Any) -> "dict[str, Any]":
@@ -19,6 +19,10 @@ def _resume(saved_by: str, loaded_by: str, format: str, **layout: Any) -> "dict[
 
 def _reload(from_state_dict: bool, **layout: Any) -> "dict[str, Any]":
     return {"kind": "reload", "from_state_dict": from_state_dict, "layout": layout}
+
+
+def _touched(master_weights: str) -> "dict[str, Any]":
+    return {"kind": "touched", "layout": {}, "offload": {"master_weights": master_weights}}
 
 
 def _unhooked(function: str) -> "dict[str, Any]":
@@ -35,6 +39,7 @@ _FP16 = {"dtype": "fp16"}
 LAYOUTS: "dict[int, dict[str, dict[str, Any]]]" = {
     1: {
         "bf16": _compare(),
+        "bf16, full masters": _compare(offload={"master_weights": "full"}),
         "bf16, bf16 main_grad": _compare(fp32_main_grad=False),
         "bf16, bf16 main_grad, loss scale 1000": _compare(fp32_main_grad=False, optimizer=CONSTANT),
         "fp32": _compare(dtype="fp32"),
@@ -47,6 +52,8 @@ LAYOUTS: "dict[int, dict[str, dict[str, Any]]]" = {
         "reload": _reload(from_state_dict=False),
         "reload from state_dict": _reload(from_state_dict=True),
         "reload, one subgroup": _reload(from_state_dict=False, trainable="one bias"),
+        "touched, remainder": _touched("remainder"),
+        "touched, full": _touched("full"),
         **{f"unhooked {function}": _unhooked(function) for function in HOOKS},
     },
     2: {

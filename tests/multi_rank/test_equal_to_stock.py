@@ -67,6 +67,12 @@ def test_reload_from_state_dict_keeps_its_precision(results):
     assert rough["ours"]["reloaded"] != precise["ours"]["reloaded"]
 
 
+def test_a_touched_weight_stops_the_run_where_its_master_is_lost(results):
+    (lost,), (kept,) = results(1)["touched, remainder"], results(1)["touched, full"]
+    assert "changed by other hands" in lost["ours"] and "reload_model_params" in lost["ours"]
+    assert kept["ours"] == kept["stock"]
+
+
 @pytest.mark.parametrize("function", HOOKS)
 def test_a_step_refuses_when_a_hook_is_not_called(results, function):
     (rank,) = results(1)[f"unhooked {function}"]

@@ -31,7 +31,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # no
 from tiny_gpt import Layout, Training  # noqa: E402
 
 from mlp_offload.config import OffloadConfig  # noqa: E402
-from mlp_offload.errors import ConfigError, SelfCheckError  # noqa: E402
+from mlp_offload.errors import ConfigError, SelfCheckError, WeightsChangedError  # noqa: E402
 from mlp_offload.megatron import install, wheel_gaps  # noqa: E402
 
 
@@ -138,6 +138,21 @@ def resume(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, 
     return result
 
 
+def touched(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
+    """A weight changes and nobody tells the optimizer: stock lets the master win."""
+    layout, result = Layout(**scenario["layout"]), {}
+    for kind in ("stock", "ours"):
+        with training(kind, layout, offload) as run:
+            train(run, [0])
+            with torch.no_grad():
+                max(run.model.parameters(), key=torch.numel).view(-1)[-1] += 0.5
+            try:
+                result[kind] = outcome(run, train(run, [1, 2]))
+            except WeightsChangedError as error:
+                result[kind] = str(error)
+    return result
+
+
 def unhooked(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
     """A Megatron that stops calling one of our functions: the next step must refuse, with the weights unchanged."""
     name = scenario["function"]
@@ -158,7 +173,14 @@ def unhooked(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str
         return {"error": error, "unchanged": run.weights_hash() == before}
 
 
-SCENARIO_KINDS = {"compare": compare, "patched": patched, "reload": reload, "resume": resume, "unhooked": unhooked}
+SCENARIO_KINDS = {
+    "compare": compare,
+    "patched": patched,
+    "reload": reload,
+    "resume": resume,
+    "touched": touched,
+    "unhooked": unhooked,
+}
 
 
 def main() -> None:
@@ -170,7 +192,8 @@ def main() -> None:
     for name, scenario in scenarios["scenarios"].items():
         begin = time.monotonic()
         try:
-            mine = SCENARIO_KINDS[scenario["kind"]](scenario, scenarios["offload"])
+            offload = scenarios["offload"] | scenario.get("offload", {})
+            mine = SCENARIO_KINDS[scenario["kind"]](scenario, offload)
         except Exception:
             print(f"scenario {name!r} failed on rank {dist.get_rank()}", flush=True)
             raise  # the other ranks may be inside a collective; the launcher ends them

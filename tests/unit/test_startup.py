@@ -26,7 +26,7 @@ def test_the_optimizer_logs_what_was_decided(tmp_path, caplog):
     optimizer.close()
     (text,) = [record.getMessage() for record in caplog.records if "mlp-offload: rank 0" in record.getMessage()]
     assert "  subgroup_size         1024\n" in text
-    assert "  state                 120.0 KiB: 10240 parameters in 10 subgroups\n" in text
+    assert "  state                 120.0 KiB: 10240 parameters of 12 bytes in 10 subgroups\n" in text
     assert "  host memory           60.0 KiB: 2 resident subgroups (20% of the state) and 3 buffers in motion\n" in text
     assert "threads: 1\n" in text
     for path in paths:

@@ -97,7 +97,7 @@ void check(bool ok, std::int64_t row, const Segment& segment, const char* reason
   throw std::invalid_argument(message.str());
 }
 
-void check(const Segment& s, std::int64_t row, std::int64_t stride_numel, std::int64_t group_count) {
+void check(const Segment& s, std::int64_t row, std::int64_t stride_numel, bool remainder, std::int64_t group_count) {
   check(s.offset_numel >= 0 && s.numel >= 0 && s.offset_numel <= stride_numel &&
             s.numel <= stride_numel - s.offset_numel,
         row, s, "lies outside the subgroup record");
@@ -106,12 +106,15 @@ void check(const Segment& s, std::int64_t row, std::int64_t stride_numel, std::i
   check(s.group >= 0 && s.group < group_count, row, s, "no such group");
   check(s.grad_address % dtype_bytes(s.grad_dtype) == 0 && s.weight_address % dtype_bytes(s.weight_dtype) == 0, row, s,
         "an address is not aligned to its element");
+  check(!remainder || s.grad_address == 0 || (s.weight_address != 0 && s.weight_dtype == kBf16), row, s,
+        "a record of remainders needs the bf16 weight");
 }
 
 // Cuts fall on multiples of `chunk` elements in the subgroup, so every chunk but a segment's first starts as aligned as
 // the record itself.
-std::vector<Chunk> cut(const UpdateTable& table, float* state, std::int64_t stride_numel, const Segment* segments,
-                       std::int64_t segment_count, const Scalars* groups, int threads) {
+std::vector<Chunk> cut(const UpdateTable& table, char* state, std::int64_t stride_numel, std::int64_t main_itemsize,
+                       const Segment* segments, std::int64_t segment_count, const Scalars* groups, int threads) {
+  float* exp_avg = reinterpret_cast<float*>(state + stride_numel * main_itemsize);
   std::int64_t total_numel = 0;
   for (const Segment* s = segments; s != segments + segment_count; ++s) total_numel += s->numel;
   const std::int64_t chunk = chunk_numel(total_numel, threads);
@@ -119,15 +122,17 @@ std::vector<Chunk> cut(const UpdateTable& table, float* state, std::int64_t stri
   for (const Segment* s = segments; s != segments + segment_count; ++s) {
     if (s->grad_address == 0) continue;
     const std::int64_t end = s->offset_numel + s->numel;
-    const UpdateFunction update = table.update[s->grad_dtype][s->weight_address ? s->weight_dtype : kDtypeCount];
+    const UpdateFunction update = main_itemsize == sizeof(Remainder)
+                                      ? table.update_remainder[s->grad_dtype]
+                                      : table.update[s->grad_dtype][s->weight_address ? s->weight_dtype : kDtypeCount];
     for (std::int64_t begin = s->offset_numel; begin < end;) {
       const std::int64_t stop = std::min(end, (begin / chunk + 1) * chunk);
       const std::int64_t done = begin - s->offset_numel;
-      float* p = state + begin;
+      float* m = exp_avg + begin;
       const auto grad = static_cast<std::uintptr_t>(s->grad_address + done * dtype_bytes(s->grad_dtype));
       const auto weight = static_cast<std::uintptr_t>(
           s->weight_address ? s->weight_address + done * dtype_bytes(s->weight_dtype) : 0);
-      chunks.push_back({{p, p + stride_numel, p + 2 * stride_numel, reinterpret_cast<const void*>(grad),
+      chunks.push_back({{state + begin * main_itemsize, m, m + stride_numel, reinterpret_cast<const void*>(grad),
                          reinterpret_cast<void*>(weight), static_cast<std::size_t>(stop - begin)},
                         update,
                         groups + s->group});
@@ -157,23 +162,63 @@ AdamKernel::~AdamKernel() { close(); }
 
 bool AdamKernel::in_forked_child() const { return getpid() != owner_; }
 
-void AdamKernel::update(std::uint64_t state_address, std::int64_t stride_numel, const Segment* segments,
-                        std::int64_t segment_count, const Scalars* groups, std::int64_t group_count) {
-  if (state_address == 0 || state_address % alignof(float) != 0 || stride_numel < 0) {
+void AdamKernel::update(std::uint64_t state_address, std::int64_t stride_numel, std::int64_t main_itemsize,
+                        const Segment* segments, std::int64_t segment_count, const Scalars* groups,
+                        std::int64_t group_count) {
+  const bool remainder = main_itemsize == sizeof(Remainder);
+  if (state_address == 0 || state_address % alignof(float) != 0 || stride_numel < 0 ||
+      (!remainder && main_itemsize != sizeof(float)) || stride_numel * main_itemsize % alignof(float) != 0) {
     throw std::invalid_argument("Adam state address " + std::to_string(state_address) + " with stride " +
-                                std::to_string(stride_numel) + " elements is not an fp32 record");
+                                std::to_string(stride_numel) + " elements and main_param of " +
+                                std::to_string(main_itemsize) + " bytes is not a record");
   }
-  for (std::int64_t row = 0; row < segment_count; ++row) check(segments[row], row, stride_numel, group_count);
-  float* state = reinterpret_cast<float*>(static_cast<std::uintptr_t>(state_address));
-  const std::vector<Chunk> chunks = cut(table_, state, stride_numel, segments, segment_count, groups, threads_);
+  for (std::int64_t row = 0; row < segment_count; ++row) {
+    check(segments[row], row, stride_numel, remainder, group_count);
+  }
+  char* state = reinterpret_cast<char*>(static_cast<std::uintptr_t>(state_address));
+  const std::vector<Chunk> chunks =
+      cut(table_, state, stride_numel, main_itemsize, segments, segment_count, groups, threads_);
 
   std::atomic<std::size_t> next{0};
-  const auto job = [&] {
-    DefaultFloatEnvironment environment;
-    for (std::size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < chunks.size();) {
-      chunks[i].update(chunks[i].run, *chunks[i].scalars);
-    }
+  run(
+      [&] {
+        DefaultFloatEnvironment environment;
+        for (std::size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < chunks.size();) {
+          chunks[i].update(chunks[i].run, *chunks[i].scalars);
+        }
+      },
+      chunks.size());
+}
+
+void AdamKernel::sum_words(const std::int64_t* addresses, const std::int64_t* numels, std::int64_t count,
+                           std::uint32_t* sums) {
+  struct Part {
+    std::int64_t row, begin, end;
   };
+  std::vector<Part> parts;
+  for (std::int64_t row = 0; row < count; ++row) {
+    for (std::int64_t begin = 0; begin < numels[row]; begin += kMaxChunkNumel) {
+      parts.push_back({row, begin, std::min(begin + kMaxChunkNumel, numels[row])});
+    }
+  }
+  std::vector<std::uint32_t> found(parts.size());
+  std::atomic<std::size_t> next{0};
+  run(
+      [&] {
+        for (std::size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < parts.size();) {
+          const Part& part = parts[i];
+          const auto* words = reinterpret_cast<const std::uint16_t*>(static_cast<std::uintptr_t>(addresses[part.row]));
+          found[i] = table_.sum_words(words + part.begin, static_cast<std::size_t>(part.end - part.begin),
+                                      static_cast<std::size_t>(part.begin));
+        }
+      },
+      parts.size());
+  std::fill(sums, sums + count, 0u);
+  for (std::size_t i = 0; i != parts.size(); ++i) sums[parts[i].row] += found[i];
+}
+
+// Every thread of the team runs `job`, which takes chunks until none is left.
+void AdamKernel::run(const std::function<void()>& job, std::size_t chunk_count) {
   // [Note: forked child] fork() copies neither the team's threads nor the state of a lock that another thread held:
   // a child touches neither, and works in the calling thread.
   if (in_forked_child()) {
@@ -182,7 +227,7 @@ void AdamKernel::update(std::uint64_t state_address, std::int64_t stride_numel, 
   }
   std::lock_guard<std::mutex> lock(mutex_);
   if (closed_) throw std::logic_error("this Adam kernel is closed");
-  if (threads_ == 1 || chunks.size() <= 1) return job();
+  if (threads_ == 1 || chunk_count <= 1) return job();
   team_->run(job);
 }
 

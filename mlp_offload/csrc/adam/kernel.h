@@ -4,6 +4,7 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -34,11 +35,15 @@ class AdamKernel {
   AdamKernel(const AdamKernel&) = delete;
   AdamKernel& operator=(const AdamKernel&) = delete;
 
-  // One step over the record at `state_address`: main_param, exp_avg and exp_avg_sq, fp32, `stride_numel` elements
-  // apart. Segments must not overlap. Throws std::invalid_argument, before anything is written, for a row that points
+  // One step over the record at `state_address`: main_param, exp_avg and exp_avg_sq, `stride_numel` elements each,
+  // fp32; with `main_itemsize` 2 main_param is a Remainder, and every segment with a gradient needs a bf16 weight.
+  // Segments must not overlap. Throws std::invalid_argument, before anything is written, for a row that points
   // outside the record, a misaligned address, an unknown dtype or group; std::logic_error after close().
-  void update(std::uint64_t state_address, std::int64_t stride_numel, const Segment* segments,
-              std::int64_t segment_count, const Scalars* groups, std::int64_t group_count);
+  void update(std::uint64_t state_address, std::int64_t stride_numel, std::int64_t main_itemsize,
+              const Segment* segments, std::int64_t segment_count, const Scalars* groups, std::int64_t group_count);
+
+  // sums[i] of `numels[i]` 16-bit words at `addresses[i]`; see SumFunction. Throws std::logic_error after close().
+  void sum_words(const std::int64_t* addresses, const std::int64_t* numels, std::int64_t count, std::uint32_t* sums);
 
   // Joins the threads. Safe to call twice.
   void close();
@@ -48,6 +53,7 @@ class AdamKernel {
 
  private:
   bool in_forked_child() const;
+  void run(const std::function<void()>& job, std::size_t chunk_count);
 
   const int threads_;
   const std::string variant_;

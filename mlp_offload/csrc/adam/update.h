@@ -14,6 +14,15 @@ struct Fp16 {
   std::uint16_t bits;
 };
 
+// [Note: remainder] A bf16 weight is the upper half of its fp32 master, rounded to nearest even. Beside the weight, the
+// master is known from its lower half (16 bits, the remainder) and one bit that says whether the weight was rounded up.
+// That bit lives in the sign of exp_avg_sq, which is never negative. Ten bytes a parameter hold what twelve did, exactly:
+//   master = ((weight << 16) - (rounded up) << 16) | remainder
+// A NaN stays a NaN, with another payload.
+struct Remainder {
+  std::uint16_t bits;
+};
+
 // Codes that cross the language boundary (mlp_offload/adam/kernel.py).
 constexpr std::int64_t kFp32 = 0, kBf16 = 1, kFp16 = 2, kDtypeCount = 3;
 
@@ -34,8 +43,9 @@ constexpr int kScalarCount = 9;
 static_assert(sizeof(Scalars) == kScalarCount * sizeof(float), "a row of the groups array is read as one Scalars");
 
 // A run of elements with one gradient, one weight and one set of scalars. `weight` null: no weight is written.
+// `main_param` points to float, or to Remainder; then `weight` is read as well, and exp_avg_sq carries the sign bit.
 struct Run {
-  float* main_param;
+  void* main_param;
   float* exp_avg;
   float* exp_avg_sq;
   const void* grad;
@@ -45,9 +55,14 @@ struct Run {
 
 using UpdateFunction = void (*)(const Run&, const Scalars&);
 
-// Indexed by the dtypes of gradient and weight; the last weight column writes no weight.
+// Sum of words[i] * (2 * (first + i) + 1) modulo 2^32: the factors are odd, so a single changed word always shows; sums
+// of parts add up to that of the whole.
+using SumFunction = std::uint32_t (*)(const std::uint16_t* words, std::size_t count, std::size_t first);
+
 struct UpdateTable {
-  UpdateFunction update[kDtypeCount][kDtypeCount + 1];
+  UpdateFunction update[kDtypeCount][kDtypeCount + 1];  // by dtypes of gradient and weight; the last writes no weight
+  UpdateFunction update_remainder[kDtypeCount];         // by dtype of gradient; main_param is Remainder, weight bf16
+  SumFunction sum_words;
 };
 
 const UpdateTable& scalar_table();

@@ -11,6 +11,9 @@
 //   load(const float* | Bf16* | Fp16*)     widened to fp32
 //   store(float* | Bf16* | Fp16*, r)       rounded to nearest even; a NaN stays a (quiet) NaN
 //   add, sub, mul, div, sqrt, fma(a, b, c) = a * b + c rounded once
+//   magnitude(r)                           the sign bit cleared
+//   join(const Bf16*, const Remainder*, r) the master, r being the stored exp_avg_sq; see [Note: remainder]
+//   split(master, exp_avg_sq, Bf16*, Remainder*, float*)   the other way; the last is where exp_avg_sq goes
 //
 // No include guard and an unnamed namespace on purpose: each variant needs its own copy, compiled for its target.
 #include <algorithm>
@@ -27,6 +30,9 @@ namespace {
 struct NoWeight {};
 template <class Weight>
 constexpr bool writes = !std::is_same_v<Weight, NoWeight>;
+
+template <class Main>
+constexpr bool is_remainder = std::is_same_v<Main, Remainder>;
 
 template <class V>
 struct Broadcast {
@@ -54,52 +60,66 @@ ADAM_INLINE Broadcast<V> broadcast(const Scalars& s) {
 }
 
 // V::width elements.
-template <class V, class Grad, class Weight>
-ADAM_INLINE void step(const Broadcast<V>& s, float* main_param, float* exp_avg, float* exp_avg_sq, const Grad* grad,
+template <class V, class Main, class Grad, class Weight>
+ADAM_INLINE void step(const Broadcast<V>& s, Main* main_param, float* exp_avg, float* exp_avg_sq, const Grad* grad,
                       Weight* weight) {
   using R = typename V::Register;
+  R p_old, v_old = V::load(exp_avg_sq);
+  if constexpr (is_remainder<Main>) {
+    p_old = V::join(weight, main_param, v_old);
+    v_old = V::magnitude(v_old);
+  } else {
+    p_old = V::load(main_param);
+  }
   const R g = V::mul(V::mul(V::load(grad), s.inverse_scale), s.clip);
-  const R p = V::mul(V::load(main_param), s.decay);
+  const R p = V::mul(p_old, s.decay);
   const R m_old = V::load(exp_avg);
   const R m = V::fma(s.lerp, V::sub(g, m_old), s.from_grad ? g : m_old);
-  const R v = V::fma(V::mul(s.one_minus_beta2, g), g, V::mul(V::load(exp_avg_sq), s.beta2));
+  const R v = V::fma(V::mul(s.one_minus_beta2, g), g, V::mul(v_old, s.beta2));
   const R d = V::add(V::div(V::sqrt(v), s.bias_correction2_sqrt), s.eps);
   const R p_new = V::sub(p, V::div(V::mul(s.step_size, m), d));
-  V::store(main_param, p_new);
   V::store(exp_avg, m);
-  V::store(exp_avg_sq, v);
-  if constexpr (writes<Weight>) V::store(weight, p_new);
+  if constexpr (is_remainder<Main>) {
+    V::split(p_new, v, weight, main_param, exp_avg_sq);
+  } else {
+    V::store(main_param, p_new);
+    V::store(exp_avg_sq, v);
+    if constexpr (writes<Weight>) V::store(weight, p_new);
+  }
 }
 
 // Fewer than V::width elements: the same step on a padded copy, so that a tail has no arithmetic of its own.
-template <class V, class Grad, class Weight>
-ADAM_TARGET void partial_step(const Broadcast<V>& s, std::size_t numel, float* main_param, float* exp_avg,
+template <class V, class Main, class Grad, class Weight>
+ADAM_TARGET void partial_step(const Broadcast<V>& s, std::size_t numel, Main* main_param, float* exp_avg,
                               float* exp_avg_sq, const Grad* grad, Weight* weight) {
-  float p[V::width] = {}, m[V::width] = {}, v[V::width] = {};
+  Main p[V::width] = {};
+  float m[V::width] = {}, v[V::width] = {};
   Grad g[V::width] = {};
   Weight w[V::width] = {};
-  std::memcpy(p, main_param, numel * sizeof(float));
+  std::memcpy(p, main_param, numel * sizeof(Main));
   std::memcpy(m, exp_avg, numel * sizeof(float));
   std::memcpy(v, exp_avg_sq, numel * sizeof(float));
   std::memcpy(g, grad, numel * sizeof(Grad));
+  if constexpr (is_remainder<Main>) std::memcpy(w, weight, numel * sizeof(Weight));
   step<V>(s, p, m, v, g, w);
-  std::memcpy(main_param, p, numel * sizeof(float));
+  std::memcpy(main_param, p, numel * sizeof(Main));
   std::memcpy(exp_avg, m, numel * sizeof(float));
   std::memcpy(exp_avg_sq, v, numel * sizeof(float));
   if constexpr (writes<Weight>) std::memcpy(weight, w, numel * sizeof(Weight));
 }
 
-template <class V, class Grad, class Weight>
+template <class V, class Main, class Grad, class Weight>
 ADAM_TARGET void update(const Run& run, const Scalars& scalars) {
   const Broadcast<V> s = broadcast<V>(scalars);
-  float *p = run.main_param, *m = run.exp_avg, *v = run.exp_avg_sq;
+  Main* p = static_cast<Main*>(run.main_param);
+  float *m = run.exp_avg, *v = run.exp_avg_sq;
   const Grad* g = static_cast<const Grad*>(run.grad);
   Weight* w = static_cast<Weight*>(run.weight);
   const std::size_t numel = run.numel;
 
   // A first partial vector brings the state to a register boundary: loads that cross cache lines cost bandwidth.
   constexpr std::size_t kWidth = V::width;
-  const std::size_t past = reinterpret_cast<std::uintptr_t>(p) / sizeof(float) % kWidth;
+  const std::size_t past = reinterpret_cast<std::uintptr_t>(m) / sizeof(float) % kWidth;
   const std::size_t head = std::min(numel, (kWidth - past) % kWidth);
   if (head != 0) partial_step<V>(s, head, p, m, v, g, w);
   std::size_t i = head;
@@ -107,20 +127,29 @@ ADAM_TARGET void update(const Run& run, const Scalars& scalars) {
   if (i != numel) partial_step<V>(s, numel - i, p + i, m + i, v + i, g + i, writes<Weight> ? w + i : w);
 }
 
+// A plain loop, which the compiler turns into vectors of the target.
+ADAM_TARGET inline std::uint32_t sum_words(const std::uint16_t* words, std::size_t count, std::size_t first) {
+  std::uint32_t sum = 0, factor = static_cast<std::uint32_t>(2 * first + 1);
+  for (std::size_t i = 0; i != count; ++i) sum += words[i] * (factor + 2 * static_cast<std::uint32_t>(i));
+  return sum;
+}
+
 template <class V, class Grad>
-constexpr void fill_row(UpdateFunction (&row)[kDtypeCount + 1]) {
-  row[kFp32] = update<V, Grad, float>;
-  row[kBf16] = update<V, Grad, Bf16>;
-  row[kFp16] = update<V, Grad, Fp16>;
-  row[kDtypeCount] = update<V, Grad, NoWeight>;
+constexpr void fill_rows(UpdateTable& table, std::int64_t grad) {
+  table.update[grad][kFp32] = update<V, float, Grad, float>;
+  table.update[grad][kBf16] = update<V, float, Grad, Bf16>;
+  table.update[grad][kFp16] = update<V, float, Grad, Fp16>;
+  table.update[grad][kDtypeCount] = update<V, float, Grad, NoWeight>;
+  table.update_remainder[grad] = update<V, Remainder, Grad, Bf16>;
 }
 
 template <class V>
 constexpr UpdateTable make_table() {
   UpdateTable table{};
-  fill_row<V, float>(table.update[kFp32]);
-  fill_row<V, Bf16>(table.update[kBf16]);
-  fill_row<V, Fp16>(table.update[kFp16]);
+  fill_rows<V, float>(table, kFp32);
+  fill_rows<V, Bf16>(table, kBf16);
+  fill_rows<V, Fp16>(table, kFp16);
+  table.sum_words = sum_words;
   return table;
 }
 

@@ -69,6 +69,18 @@ struct Scalar {
   ADAM_INLINE void store(float* to, float x) { *to = x; }
   ADAM_INLINE void store(Bf16* to, float x) { to->bits = bf16_from(x); }
   ADAM_INLINE void store(Fp16* to, float x) { to->bits = fp16_from(x); }
+  ADAM_INLINE float magnitude(float x) { return float_of(bits_of(x) & 0x7fffffffu); }
+  ADAM_INLINE float join(const Bf16* weight, const Remainder* remainder, float stored_sq) {
+    const std::uint32_t rounded_up = bits_of(stored_sq) >> 31;
+    return float_of(((weight->bits - rounded_up) << 16) | remainder->bits);
+  }
+  ADAM_INLINE void split(float master, float exp_avg_sq, Bf16* weight, Remainder* remainder, float* stored_sq) {
+    const std::uint32_t bits = bits_of(master);
+    weight->bits = bf16_from(master);
+    remainder->bits = static_cast<std::uint16_t>(bits);
+    const std::uint32_t rounded_up = master == master && weight->bits != bits >> 16;
+    *stored_sq = float_of((bits_of(exp_avg_sq) & 0x7fffffffu) | rounded_up << 31);
+  }
   ADAM_INLINE float add(float a, float b) { return a + b; }
   ADAM_INLINE float sub(float a, float b) { return a - b; }
   ADAM_INLINE float mul(float a, float b) { return a * b; }

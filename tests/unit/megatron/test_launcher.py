@@ -56,7 +56,7 @@ def test_one_process_trains_with_offload_and_tells_its_losses(tmp_path):
     summaries = [line for line in done.stdout.splitlines() if "| offload: step" in line]
     assert [line.split()[1] for line in summaries] == ["2"]
     assert done.stderr.count("no GPU found") == 1
-    assert "  state                 695.2 KiB: 59328 parameters in 20 subgroups" in done.stdout
+    assert "  state                 579.4 KiB: 59328 parameters of 10 bytes in 20 subgroups" in done.stdout
     assert "  host_memory           600.0 KiB" in done.stdout
     assert f"  path                  {storage[1]}: " in done.stdout
     assert [list(directory.iterdir()) for directory in storage] == [[], []]
