@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
+from . import patch
 
 _DESCRIPTION = """\
 Optimizer-state offload for Megatron-LM: fp32 master weights and Adam moments live in
@@ -61,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     run.add_argument("script", metavar="SCRIPT", help="a Megatron script, or pretrain_gpt")
     run.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's own arguments")
+    patch.add_command(commands)
     return parser
 
 
@@ -75,6 +77,8 @@ def main(argv: "Sequence[str] | None" = None) -> int:
         from ..megatron.launcher import run
 
         run(options.script, options.arguments)
+    if options.command == "patch":
+        return patch.run(options.action, options.directory, options.json)
     return 0
 
 

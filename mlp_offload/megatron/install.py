@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -100,7 +100,7 @@ def uninstall() -> None:
 
 
 def build_offloaded_optimizer(
-    config: OffloadConfig, stock_get_megatron_optimizer: "Callable[..., Any]", *args: Any, **kwargs: Any
+    config: OffloadConfig, stock_get_megatron_optimizer: "Callable[..., Any]", /, *args: Any, **kwargs: Any
 ) -> Any:
     """What ``stock_get_megatron_optimizer(*args, **kwargs)`` returns, with the state of its parts offloaded.
 
@@ -123,7 +123,7 @@ def build_offloaded_optimizer(
     validate(call["config"], *(chunk.ddp_config for chunk in chunks))
     check_internals()
     clip_hook = _install_clip_hook()
-    with _class_replaced():
+    with _class_replaced(), _field_off(call["config"]):
         built = stock_get_megatron_optimizer(*args, **kwargs)
     parts = [
         part for part in getattr(built, "chained_optimizers", [built]) if isinstance(part, MLPDistributedOptimizer)
@@ -135,6 +135,26 @@ def build_offloaded_optimizer(
     clip_hook.owners.update(parts)
     _start(config, parts)
     return built
+
+
+def build_from_optimizer_config(get_megatron_optimizer: "Callable[..., Any]", names: "Mapping[str, Any]") -> Any:
+    """What the patched ``get_megatron_optimizer`` returns where its ``config`` asks for offload.
+
+    Args:
+        names: its arguments by name, and maybe other names. ``config.optimizer_offload`` is an ``OffloadConfig`` or a
+            mapping of its fields.
+    Raises:
+        ConfigError: it is anything else; and as ``build_offloaded_optimizer``.
+    """
+    wanted = names["config"].optimizer_offload
+    options = OffloadConfig.from_mapping(wanted, "optimizer_offload") if isinstance(wanted, Mapping) else wanted
+    if not isinstance(options, OffloadConfig) or not options.paths:
+        raise ConfigError(
+            f"OptimizerConfig.optimizer_offload={wanted!r} does not say where state lives: give "
+            "mlp_offload.OffloadConfig(paths=['/nvme/scratch', ...]), or 'none'"
+        )
+    arguments = {name: names[name] for name in inspect.signature(get_megatron_optimizer).parameters}
+    return build_offloaded_optimizer(options, get_megatron_optimizer, **arguments)
 
 
 def rank_context() -> RankContext:
@@ -205,6 +225,23 @@ def _class_replaced() -> "Iterator[None]":
         yield
     finally:
         factory_module.DistributedOptimizer = stock
+
+
+@contextmanager
+def _field_off(config: Any) -> "Iterator[None]":
+    """Patched source calls us where ``optimizer_offload`` is not "none": it is, while we ask for the stock optimizer.
+
+    The same object, not a copy: Megatron compares and changes it later.
+    """
+    wanted = getattr(config, "optimizer_offload", "none")
+    if wanted == "none":
+        yield
+        return
+    config.optimizer_offload = "none"
+    try:
+        yield
+    finally:
+        config.optimizer_offload = wanted
 
 
 def _install_clip_hook() -> ClipHook:

@@ -88,7 +88,7 @@ def prepare_megatron(allow_no_cuda: bool = False) -> None:
     """
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.training") is None:
         raise ConfigError(
-            "megatron.training is not installed (wheels of megatron-core below 0.18 hold megatron.core only): "
+            "megatron.training is not installed (the wheel of megatron-core 0.16.1 holds megatron.core only): "
             "install megatron-core >= 0.19.2, or run a script that lies in Megatron-LM's source tree"
         )
     import megatron.training.arguments as megatron_arguments

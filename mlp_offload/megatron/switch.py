@@ -21,18 +21,25 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
     """Add the flags of ``config.py`` to Megatron's parser, unless they are there already.
 
     Raises:
-        ConfigError: the command line has a misspelt one. Told here in one sentence: the parser would print all of
-            Megatron's flags first, on every rank, and a script may let it skip what it does not know.
+        ConfigError: the command line has a misspelt one, or any beside ``--yaml-cfg``. Told here in one sentence: the
+            parser would print all of Megatron's flags first, on every rank, and a script may let it skip what it does
+            not know.
     """
     if "--optimizer-offload" not in parser._option_string_actions:  # no public way to ask
         add_arguments(parser)
     known = [name for name in parser._option_string_actions if _OUR_FLAG.match(name)]
-    for argument in sys.argv[1:]:
-        flag = argument.partition("=")[0]
-        if _OUR_FLAG.match(flag) and flag not in known:
+    flags = [argument.partition("=")[0] for argument in sys.argv[1:]]
+    ours = [flag for flag in flags if flag == "--optimizer-offload" or _OUR_FLAG.match(flag)]
+    for flag in ours:
+        if flag not in known and flag != "--optimizer-offload":
             close = difflib.get_close_matches(flag, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known flags: {', '.join(known)}"
             raise ConfigError(f"unknown flag {flag}: {hint}")
+    if ours and "--yaml-cfg" in flags:
+        raise ConfigError(
+            f"--yaml-cfg makes Megatron ignore all flags, {ours[0]} too: "
+            "put 'optimizer_offload: mlp' and 'mlp_offload_path: [DIR, ...]' into the YAML file"
+        )
     return parser
 
 
@@ -62,11 +69,6 @@ def switch_on(args: Namespace) -> None:
     Raises:
         ConfigError, SelfCheckError: before anything is built.
     """
-    if not hasattr(args, "optimizer_offload") and any(a.startswith("--optimizer-offload") for a in sys.argv):
-        raise ConfigError(
-            "--yaml-cfg makes Megatron ignore all flags, --optimizer-offload too: "
-            "put 'optimizer_offload: mlp' and 'mlp_offload_path: [DIR, ...]' into the YAML file"
-        )
     config = check(args)
     if config is None:
         return

@@ -20,10 +20,12 @@ OFFLOAD = {"subgroup_size": 4099, "host_memory": "512KiB", "update_threads": 1}
 
 
 def run_scenarios(
-    process_count: int, scenarios: "dict[str, dict[str, Any]]", directory: Path
+    process_count: int, scenarios: "dict[str, dict[str, Any]]", directory: Path, megatron: "Path | None" = None
 ) -> "dict[str, list[dict[str, Any]]]":
     """What each scenario returned, one entry a rank. Everything is written below ``directory``.
 
+    Args:
+        megatron: the source tree to take Megatron from, if not the installed one.
     Raises:
         AssertionError: a scenario failed, or all of them took longer than ``LIMIT_SECONDS``; with the output.
     """
@@ -35,9 +37,8 @@ def run_scenarios(
     scenarios = {name: scenario | {"directory": str(directory)} for name, scenario in scenarios.items()}
     request.write_text(json.dumps({"offload": offload, "scenarios": scenarios}))
     environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="1", PYTHONWARNINGS="ignore")
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(REPOSITORY), str(REPOSITORY / "scripts"), environment.get("PYTHONPATH", "")]
-    )
+    sources = [*([megatron] if megatron else []), REPOSITORY, REPOSITORY / "scripts"]
+    environment["PYTHONPATH"] = os.pathsep.join([*map(str, sources), environment.get("PYTHONPATH", "")])
     cpu_device.activate_in_children(environment)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={process_count}"]
     process = subprocess.Popen(

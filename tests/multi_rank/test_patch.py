@@ -1,20 +1,21 @@
-"""The patch for Megatron-LM's source: applies once, and the patched source trains with offload without the launcher."""
+"""Patched source trains with offload: Megatron-Core by OptimizerConfig alone, megatron.training by its own flags."""
 
-import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launch import run_scenarios
+from megatron_trees import RELEASES, unpack
 
-if importlib.util.find_spec("megatron.training") is None:
-    pytest.skip("this wheel of megatron-core has no megatron.training to patch", allow_module_level=True)
+from mlp_offload.cli import patch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PATCH = REPOSITORY / "patches" / "0.19.2" / "optimizer-offload.patch"
+# Later releases need Python 3.12
+RUNNABLE = [release for release in RELEASES if sys.version_info >= (3, 12) or release == "0.16.1"]
+WITH_TRAINING = "0.19.2"
 
 # What a script does on a machine without GPUs; the flags come from the patched source alone.
 TRAIN = """
@@ -27,24 +28,56 @@ wheel_gaps.fill()
 runpy.run_module("mlp_offload.megatron.pretrain_gpt", run_name="__main__", alter_sys=True)
 """
 
-
-@pytest.fixture
-def tree(tmp_path):
-    """A copy of the installed Megatron."""
-    installed = Path(importlib.util.find_spec("megatron.core").origin).parent.parent
-    shutil.copytree(installed, tmp_path / "source" / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
-    return tmp_path / "source"
-
-
-def apply(tree, *options):
-    return subprocess.run(["git", "apply", *options, str(PATCH)], cwd=tree, capture_output=True, text=True)
+ALONE = """
+import argparse, sys
+sys.modules["mlp_offload"] = None  # as if it were not installed
+from megatron.core.optimizer import OptimizerConfig
+from megatron.training.arguments import add_megatron_arguments
+parser = add_megatron_arguments(argparse.ArgumentParser())
+assert "--lr" in parser._option_string_actions and "--optimizer-offload" not in parser._option_string_actions
+assert OptimizerConfig().optimizer_offload == "none"
+"""
 
 
-def test_the_patched_source_trains_with_offload(tree, tmp_path):
-    before = (tree / "megatron/training/arguments.py").read_text()
-    done = apply(tree)
-    assert done.returncode == 0, done.stderr
-    assert apply(tree, "--check").returncode != 0, "it must not apply twice"
+def patched_tree(release, directory):
+    tree = unpack(release, directory)
+    assert patch.run("apply", tree) == 0
+    return tree
+
+
+def run(tree, program, *arguments):
+    """A Python program with the Megatron of ``tree``; it must end well."""
+    environment = os.environ | {
+        "PYTHONPATH": f"{tree}:{REPOSITORY}",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"},
+    }
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, cwd=tree.parent, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("release", RUNNABLE)
+def test_patched_megatron_core_trains_the_bits_of_stock(release, tmp_path):
+    tree = patched_tree(release, tmp_path / "tree")
+    scenario = {"kind": "patched", "steps": 3, "layout": {}}
+    for rank in run_scenarios(2, {"DP2": scenario}, tmp_path, megatron=tree)["DP2"]:
+        assert rank["core"].startswith(str(tree))
+        assert (rank["stock class"], rank["patched class"]) == ("DistributedOptimizer", "MLPDistributedOptimizer")
+        assert (rank["stock field"], rank["patched field"]) == ("str", "OffloadConfig")
+        assert rank["stock"] == rank["patched"]
+        assert len({step["loss"] for step in rank["stock"]["steps"]}) == 3
+        word, empty, unknown = rank["errors"]
+        assert word.startswith("OptimizerConfig.optimizer_offload='mlp' does not say where state lives: give ")
+        assert empty.startswith("OptimizerConfig.optimizer_offload={'paths': []} does not say where")
+        assert unknown.startswith("optimizer_offload: unknown key 'path'; did you mean 'paths'?")
+
+
+@pytest.mark.skipif(WITH_TRAINING not in RUNNABLE, reason="needs Python 3.12")
+def test_patched_megatron_training_trains_with_its_own_flags(tmp_path):
+    tree = patched_tree(WITH_TRAINING, tmp_path / "tree")
     (tmp_path / "state").mkdir()
     arguments = (
         "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 --bf16"
@@ -53,18 +86,12 @@ def test_the_patched_source_trains_with_offload(tree, tmp_path):
         " --num-workers 0 --optimizer-offload mlp --mlp-offload-host-memory 300KiB --mlp-offload-subgroup-size 5000"
         f" --mlp-offload-path {tmp_path}/state --mlp-offload-telemetry {tmp_path}/telemetry"
     )
-    environment = os.environ | {
-        "PYTHONPATH": f"{tree}:{REPOSITORY}",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "0",
-        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"},
-    }
-    command = [sys.executable, "-c", TRAIN, *arguments.split()]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run(tree, TRAIN, *arguments.split())
     lines = [json.loads(line) for line in (tmp_path / "telemetry" / "rank0000.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == [1, 2, 3]
     assert all(line["loss"] > 0 and line["fetch_count"] > line["hit_count"] for line in lines)
-    assert apply(tree, "--reverse").returncode == 0
-    assert (tree / "megatron/training/arguments.py").read_text() == before
+
+
+@pytest.mark.skipif(WITH_TRAINING not in RUNNABLE, reason="needs Python 3.12")
+def test_patched_source_without_mlp_offload_has_no_flag_and_starts(tmp_path):
+    run(patched_tree(WITH_TRAINING, tmp_path / "tree"), ALONE)

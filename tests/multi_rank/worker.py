@@ -13,7 +13,7 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from mlp_offload.megatron import cpu_device
 
 cpu_device.activate(announce=False)
 
+import megatron.core  # noqa: E402
 import megatron.core.optimizer as factory_module  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -30,17 +31,24 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # no
 from tiny_gpt import Layout, Training  # noqa: E402
 
 from mlp_offload.config import OffloadConfig  # noqa: E402
-from mlp_offload.errors import SelfCheckError, WeightsChangedError  # noqa: E402
+from mlp_offload.errors import ConfigError, SelfCheckError, WeightsChangedError  # noqa: E402
 from mlp_offload.megatron import install, wheel_gaps  # noqa: E402
 
 
 @contextlib.contextmanager
 def training(kind: str, layout: Layout, offload: "dict[str, Any]"):
-    """A fresh ``Training`` of one kind, "stock" or "ours"; what it holds is given back at the end."""
+    """A fresh ``Training`` of one kind: "stock", "ours", or "patched", which is ours by ``OptimizerConfig`` alone.
+
+    What it holds is given back at the end.
+    """
     layout.initialize()
     with contextlib.ExitStack() as stack:
         if kind == "stock":
             stack.enter_context(megatron_with_fused_adam())
+        elif kind == "patched":
+            switch = {"optimizer_offload": OffloadConfig.from_mapping(offload)}
+            layout = replace(layout, optimizer=layout.optimizer | switch)
+            stack.callback(install.uninstall)
         else:
             install.install(OffloadConfig.from_mapping(offload))
             stack.callback(install.uninstall)
@@ -48,7 +56,7 @@ def training(kind: str, layout: Layout, offload: "dict[str, Any]"):
         try:
             yield run
         finally:
-            for part in run.optimizer.chained_optimizers if kind == "ours" else ():
+            for part in run.optimizer.chained_optimizers if kind != "stock" else ():
                 part.close()
             run = None
             gc.collect()
@@ -73,6 +81,25 @@ def compare(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str,
                 records = [part.last_record for part in run.optimizer.chained_optimizers if part.last_record]
                 result["fetch_count"] = sum(record.fetch_count for record in records)
                 result["hit_count"] = sum(record.hit_count for record in records)
+    return result
+
+
+def patched(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
+    """Patched source: the same steps with stock and with ours by ``OptimizerConfig``; and what asks for it wrongly."""
+    layout, steps, result = Layout(**scenario["layout"]), list(range(scenario["steps"])), {}
+    for kind in ("stock", "patched"):
+        with training(kind, layout, offload) as run:
+            result[kind] = outcome(run, train(run, steps))
+            result[f"{kind} class"] = type(run.optimizer.chained_optimizers[0]).__name__
+            result[f"{kind} field"] = type(run.optimizer.config.optimizer_offload).__name__
+    result["errors"] = []
+    for wrong in ("mlp", {"paths": []}, {"path": "/x"}):
+        try:
+            with training("stock", replace(layout, optimizer={"optimizer_offload": wrong}), offload):
+                pass
+        except ConfigError as error:
+            result["errors"].append(str(error))
+    result["core"] = megatron.core.__file__
     return result
 
 
@@ -146,7 +173,14 @@ def unhooked(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str
         return {"error": error, "unchanged": run.weights_hash() == before}
 
 
-SCENARIO_KINDS = {"compare": compare, "reload": reload, "resume": resume, "touched": touched, "unhooked": unhooked}
+SCENARIO_KINDS = {
+    "compare": compare,
+    "patched": patched,
+    "reload": reload,
+    "resume": resume,
+    "touched": touched,
+    "unhooked": unhooked,
+}
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from megatron_trees import unpack
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -56,6 +57,10 @@ def test_the_readme_example_runs_from_a_wheel_away_from_the_checkout(distributio
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(installed)},
     )
     assert "run" in out
+    tree = unpack("0.19.2", tmp_path / "tree")
+    command = (sys.executable, "-m", "mlp_offload", "patch", "check", tree)
+    out = call(*command, cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(installed)})
+    assert "Megatron-Core 0.19.2" in out and "it applies cleanly" in out
 
 
 @pytest.mark.full

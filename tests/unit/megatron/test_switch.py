@@ -38,6 +38,13 @@ def test_flags_of_others_are_not_looked_at(monkeypatch):
     assert switch.check(parse(monkeypatch, "--optimizer-offload-fraction", "0.5", "--whatever")) is None
 
 
+@pytest.mark.parametrize("flag", ["--optimizer-offload", "--mlp-offload-path"])
+def test_flags_beside_a_yaml_file_would_be_ignored_and_are_refused(monkeypatch, flag):
+    with pytest.raises(ConfigError, match=f"--yaml-cfg makes Megatron ignore all flags, {flag} too"):
+        parse(monkeypatch, "--yaml-cfg=x.yaml", flag, "mlp")
+    parse(monkeypatch, "--yaml-cfg", "x.yaml", "--optimizer-offload-fraction", "0.5")
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
