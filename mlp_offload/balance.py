@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from .plan.sustained import Sample, SustainedRates
 from .plan.shares import follow
+from .plan.sustained import Sample, SustainedRates
 from .telemetry import StepRecord, union_seconds
 from .tiers import Tiers
 from .units import format_rate

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 NEW_SHARE = 0.85
 """Weight of the last step in the running average: a path that halves its speed must be seen at once."""
 
-SATURATED = 0.85
+SATURATED = 0.9
 """Share of a step during which a path is busy that shows what it sustains."""
 
 IDLE = 0.7
