@@ -2,13 +2,14 @@
 
     python benchmarks/adam.py [--params 100] [--threads 1 2] [--rounds 7] [--json OUT]
 
-ours        our kernel: fp32 state, gradient in fp32 or bf16, bf16 weight written, in one pass
+ours        our kernel: fp32 state, gradient in fp32 or bf16, bf16 weight written, in one pass; `step` writes no weight;
+            `remainder` as in training with bf16 weights: 16 bits of each master, the weight is read, too
 streams     trivial arithmetic over the same arrays (streams.cpp): the memory limit
 torch       torch.optim.AdamW(fused=True): fp32 gradients only; `fp32` with, `step` without the copy to a bf16 weight
 deepspeed   DeepSpeedCPUAdam, in its own environment: likewise, and `bf16` widens the gradients first, as ZeRO does
 
-Numbers are 10**6 parameters a second, medians over rounds. `ratios` sets ours, which writes the weight, beside the bare
-step of DeepSpeed, which does not (and with bf16 gradients beside the same step after widening and with that copy).
+Numbers are 10**6 parameters a second, medians over rounds. `ratios` sets the same work side by side: `step` beside `step`,
+`fp32` beside `fp32`, `bf16` beside `bf16`; `remainder` beside those of the others, which have no such thing.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from mlp_offload.adam.kernel import AdamKernel, Segment, adam_scalars  # noqa: E402
+from mlp_offload.plan.subgroups import cut  # noqa: E402
 from mlp_offload.storage.buffers import BufferPool  # noqa: E402
 
 REST_SECONDS = 0.05
@@ -59,6 +61,10 @@ class Arrays:
         self.stride_numel = offsets[1] // 4
         self.main_param, self.exp_avg, self.exp_avg_sq, self.weight = p, m, v, w
         self.gradient = {"fp32": g, "bf16": g16}
+        (self.subgroup,) = cut([numel], numel, main_itemsize=2)
+        self._remainder_pool = BufferPool(1, self.subgroup.record_bytes)
+        self.remainders = self._remainder_pool.lease()
+        self.remainders.array(0, self.remainders.nbytes, "uint8")[:] = 0
         generator = torch.Generator().manual_seed(0)
         p.copy_(torch.randn(min(numel, 2**16), generator=generator).repeat(-(-numel // 2**16))[:numel])
         m.zero_(), v.zero_(), g.fill_(0.01), g16.fill_(0.01), w.zero_()
@@ -82,10 +88,15 @@ def our_kernel(arrays: Arrays, threads: int, stack: contextlib.ExitStack) -> "di
     segments = {
         name: [Segment.of(0, arrays.numel, gradient, arrays.weight)] for name, gradient in arrays.gradient.items()
     }
-    return {
-        name: _timed(lambda s=s: kernel.update(arrays.main_param.data_ptr(), arrays.stride_numel, s, scalars))
-        for name, s in segments.items()
-    }
+    segments["step"] = [Segment.of(0, arrays.numel, arrays.gradient["fp32"], None)]
+    state, stride = arrays.main_param.data_ptr(), arrays.stride_numel
+    calls = {name: _timed(lambda s=s: kernel.update(state, stride, s, scalars)) for name, s in segments.items()}
+    record, padded = arrays.remainders.address, arrays.subgroup.stride_numel
+    for name in GRADIENTS:
+        calls[f"{name} remainder"] = _timed(
+            lambda s=segments[name]: kernel.update(record, padded, s, scalars, main_itemsize=2)
+        )
+    return calls
 
 
 def trivial_loop(arrays: Arrays, threads: int, library: ctypes.CDLL) -> "dict[str, Callable[[], float]]":
@@ -213,13 +224,13 @@ def run(options: argparse.Namespace) -> "dict[str, Any]":
             "parameters_per_second": rate,
             "spread": [numel / max(seconds[name, threads, gradient]), numel / min(seconds[name, threads, gradient])],
         }
-    pairs = [("deepspeed", "fp32", "step"), ("deepspeed", "bf16", "bf16"), ("torch", "fp32", "step")]
-    pairs += [("streams", "fp32", "fp32"), ("streams", "bf16", "bf16")]
     for threads in options.threads:
-        for other, gradient, case in pairs:
-            if (other, threads, case) in rates:
-                ratio = rates["ours", threads, gradient] / rates[other, threads, case]
-                result["ratios"][f"ours_over_{other}_{gradient}_{threads}"] = ratio
+        for other in ("deepspeed", "torch", "streams"):
+            for ours in ("step", "fp32", "bf16", "fp32 remainder", "bf16 remainder"):
+                theirs = (other, threads, ours.split()[0])
+                if theirs in rates:
+                    name = f"ours_over_{other}_{ours.replace(' ', '_')}_{threads}"
+                    result["ratios"][name] = rates["ours", threads, ours] / rates[theirs]
     return result
 
 
@@ -233,7 +244,7 @@ def show(result: "dict[str, Any]", console: Console) -> None:
                 table.add_row(name, threads, gradient, f"{rate:.0f}", f"{low:.0f}-{high:.0f}")
     console.print(table)
     for name, value in result["ratios"].items():
-        console.print(f"{name:<36} {value:.3f}")
+        console.print(f"{name:<40} {value:.3f}")
     for note in result["notes"]:
         console.print(f"note: {note}")
 
