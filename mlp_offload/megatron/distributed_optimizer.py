@@ -6,20 +6,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.optimizer import optimizer as stock_module
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from ..adam.kernel import AdamKernel, adam_scalars, check_adam_options
+from ..checkpoint.pieces import StoredPiece
 from ..errors import ConfigError, SelfCheckError
 from ..pipeline import StateView, StepPipeline
 from ..plan.subgroups import Subgroup
 from ..telemetry import StepRecord
 from ..updates import AdamWork
-from . import fully_reshardable
+from . import dp_reshardable, fully_reshardable
 from .gradients import any_non_finite, norm_inputs
 from .self_check import PRECISION_AWARE, megatron_version
 from .shard_states import ShardStates
 from .shards import Shard, collect_shards
+from .streaming import errors_on_all_ranks
 
 
 class Inner(torch.optim.Optimizer):
@@ -107,6 +110,11 @@ class MLPDistributedOptimizer(DistributedOptimizer):
     def pipeline(self) -> "StepPipeline | None":
         """Where the state lives, shared by all parts built together; None before ``start`` and without shards."""
         return self._pipeline
+
+    @property
+    def states(self) -> "ShardStates | None":
+        """The state for checkpoints; None without shards."""
+        return self._states
 
     @property
     def step_count(self) -> int:
@@ -222,7 +230,7 @@ class MLPDistributedOptimizer(DistributedOptimizer):
     # ------------------------------------------------------------------------------------ checkpoints
 
     def _get_main_param_and_optimizer_states(self, model_param):
-        return self._states.read(self._index_of_param[model_param])
+        return self._states.read_shard(self._index_of_param[model_param])
 
     def _set_main_param_and_optimizer_states(self, model_param, tensors):
         index = self._index_of_param[model_param]
@@ -238,8 +246,12 @@ class MLPDistributedOptimizer(DistributedOptimizer):
                 self._states.forget()
 
     def sharded_param_state_fully_reshardable(self, model_sharded_state_dict, is_loading=False, metadata=None):
-        thrifty = (metadata or {}).get("distrib_optim_fully_reshardable_mem_efficient", False)
-        return fully_reshardable.sharded_param_state(self, model_sharded_state_dict, is_loading, not thrifty)
+        return fully_reshardable.sharded_pieces(
+            self.shards, self._states, model_sharded_state_dict, self.distributed_optimizer_instance_id, is_loading
+        )
+
+    def sharded_param_state_dp_reshardable(self, model_sharded_state_dict, is_loading=False, metadata=None):
+        return dp_reshardable.sharded_buckets(self, is_loading)
 
     def state_dict(self) -> "dict[str, Any]":
         """Param groups with ``step``, and the grad scaler: the keys that stock with a fused Adam saves."""
@@ -274,25 +286,35 @@ class MLPDistributedOptimizer(DistributedOptimizer):
             group["step"] = max(steps, default=0)
         if self.grad_scaler and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
-        if "param_state" in state_dict and not self.is_stub_optimizer:
-            self._load_param_state(state_dict["param_state"], state_dict["param_state_sharding_type"])
+        if "param_state_sharding_type" in state_dict and not self.is_stub_optimizer:
+            self._load_param_state(state_dict.get("param_state"), state_dict["param_state_sharding_type"])
 
     def _load_param_state(self, param_state: Any, sharding_type: str) -> None:
-        loaders = {
-            "dp_reshardable": "load_parameter_state_from_dp_reshardable",
-            "fully_reshardable": "load_parameter_state_from_fully_reshardable",
-            "fully_sharded_model_space": "load_parameter_state_from_fs_model_space",
-            "dp_zero_gather_scatter": "load_parameter_state_from_dp_zero",
-        }
-        if sharding_type not in loaders:
-            raise ConfigError(f"checkpoint: optimizer format {sharding_type!r} is not one of {', '.join(loaders)}")
-        self._loading = True
-        try:
-            getattr(self, loaders[sharding_type])(param_state)
-            if self._states is not None:  # this rank owns shards
-                self._states.flush()
-        finally:
-            self._loading = False
+        if sharding_type in ("dp_reshardable", "fully_reshardable"):
+            with errors_on_all_ranks(self.data_parallel_group):
+                self._load_pieces(param_state or {})
+        elif sharding_type == "dp_zero_gather_scatter":
+            self._loading = True
+            try:
+                self.load_parameter_state_from_dp_zero(param_state)
+                if self._states is not None:  # this rank owns shards
+                    self._states.flush()
+            finally:
+                self._loading = False
+        else:
+            raise ConfigError(
+                f"checkpoint: the optimizer's state is in format {sharding_type!r}, which is not one of dp_reshardable, "
+                "fully_reshardable and dp_zero_gather_scatter"
+            )
+
+    def _load_pieces(self, param_state: "dict[str, Any]") -> None:
+        dp_reshardable.check_sizes(self, param_state)
+        pieces = list(nested_values(param_state))
+        stored = [piece for piece in pieces if isinstance(piece, StoredPiece)]
+        if self._states is not None:
+            self._states.load(stored)
+        for tensors in {id(piece.tensors): piece.tensors for piece in stored}.values():
+            tensors.close()
 
     def load_parameter_state_from_dp_zero_legacy(self, state_dict):
         raise ConfigError(

@@ -26,6 +26,7 @@ from ..updates import main_itemsize
 from .distributed_optimizer import MLPDistributedOptimizer
 from .gradients import clip_coefficient
 from .self_check import check_built, check_internals
+from .streaming import install_hooks, remove_hooks
 from .validate import validate
 
 _FACTORY = "get_megatron_optimizer"
@@ -87,6 +88,7 @@ def install(config: OffloadConfig) -> None:
         _replace_everywhere(current.stock, current)
     current.config = config
     _install_clip_hook()
+    install_hooks()
 
 
 def uninstall() -> None:
@@ -97,6 +99,7 @@ def uninstall() -> None:
     hook = getattr(stock_module, _CLIP)
     if isinstance(hook, ClipHook):
         setattr(stock_module, _CLIP, hook.stock)
+    remove_hooks()
 
 
 def build_offloaded_optimizer(
@@ -123,6 +126,7 @@ def build_offloaded_optimizer(
     validate(call["config"], *(chunk.ddp_config for chunk in chunks))
     check_internals()
     clip_hook = _install_clip_hook()
+    install_hooks()
     with _class_replaced(), _field_off(call["config"]):
         built = stock_get_megatron_optimizer(*args, **kwargs)
     parts = [

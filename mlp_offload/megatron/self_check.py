@@ -7,6 +7,10 @@ from typing import Any
 
 import megatron.core
 import megatron.core.optimizer as factory_module
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from megatron.core.optimizer import clip_grads, optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -25,17 +29,19 @@ _FUNCTIONS: "tuple[tuple[Any, str, tuple[str, ...]], ...]" = (
     (DistributedOptimizer, "_get_main_param_and_optimizer_states", ("model_param",)),
     (DistributedOptimizer, "_set_main_param_and_optimizer_states", ("model_param", "tensors")),
     (DistributedOptimizer, "sharded_state_dict", ("model_sharded_state_dict", "is_loading")),
-    (DistributedOptimizer, "load_parameter_state_from_dp_reshardable", ("state_dict",)),
-    (DistributedOptimizer, "load_parameter_state_from_fully_reshardable", ("state_dict",)),
-    (DistributedOptimizer, "get_parameter_state_dp_zero", ("use_gloo_comm", "empty_data", "return_on_all_ranks")),
-    (
-        DistributedOptimizer,
-        "sharded_param_state_fully_reshardable",
-        ("model_sharded_state_dict", "is_loading", "metadata"),
+    (DistributedOptimizer, "load_parameter_state_from_dp_zero", ("state_dict",)),
+    *(
+        (DistributedOptimizer, f"sharded_param_state_{kind}", ("model_sharded_state_dict", "is_loading", "metadata"))
+        for kind in ("dp_reshardable", "fully_reshardable")
     ),
     (DistributedOptimizer, "get_grad_stats_parallel_group", ()),
     (DistributedOptimizer, "offload_to_cpu", ()),
     (DistributedOptimizer, "restore_from_cpu", ()),
+    (FileSystemWriterAsync, "prepare_write_data", ("plan", "planner")),
+    (FileSystemWriterAsync, "get_save_function_and_args", ()),
+    (filesystem_async, "_split_by_separation_hint", ("buckets", "separation_hint")),
+    (TorchDistLoadShardedStrategy, "load", ("sharded_state_dict", "checkpoint_dir")),
+    (FullyParallelLoadStrategyWrapper, "load", ("sharded_state_dict", "checkpoint_dir")),
 )
 
 # Names that a function must look up, or overriding and replacing them has no effect: (owner, function, names).
@@ -51,6 +57,8 @@ _LOOKUPS: "tuple[tuple[Any, str, tuple[str, ...]], ...]" = (
     (DistributedOptimizer, "_build_model_and_main_param_groups", (PRECISION_AWARE,)),
     (DistributedOptimizer, "_copy_model_grads_to_main_grads", (PRECISION_AWARE, "decoupled_grad")),
     (DistributedOptimizer, "_copy_main_params_to_model_params", (PRECISION_AWARE,)),
+    (FileSystemWriterAsync, "retrieve_write_results", ("results_queue", "write_buckets")),
+    (TorchDistSaveShardedStrategy, "_get_save_and_finalize_callbacks", ("get_save_function_and_args",)),
 )
 _NORM_GRADIENTS = ("get_main_grads_for_grad_norm", "get_grads_for_grad_norm")  # up to 0.18, from 0.19
 

@@ -1,12 +1,14 @@
-"""The state of one optimizer, shard by shard, for checkpoints: records on the tiers in, torch tensors out, and back."""
+"""The state of one optimizer, for checkpoints: records on the tiers in, torch tensors out, and back."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from ..checkpoint.pieces import StoredPiece
 from ..errors import ConfigError
 from ..pipeline import StepPipeline
 from ..plan.subgroups import Segment, Subgroup
@@ -17,9 +19,9 @@ NAMES = {"param": "main_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"
 
 
 class ShardStates:
-    """Reads and writes whole shards of one space of the pipeline.
+    """Reads and writes one space of the pipeline: by subgroup, and by shard for formats that are not streamed.
 
-    Several shards share a subgroup and are asked for one after the other, so the subgroup read last is kept as a copy
+    It is a ``StateSource``. Several shards share a subgroup and are asked for one after the other, so the subgroup read last is kept as a copy
     (12 bytes an element) until ``forget``; writes are collected with ``stage`` and done by subgroup in ``flush``.
     """
 
@@ -32,7 +34,42 @@ class ShardStates:
         self._kept: "tuple[int, dict[str, torch.Tensor]] | None" = None
         self._staged: "dict[int, Mapping[str, torch.Tensor]]" = {}
 
-    def read(self, shard: int) -> "dict[str, torch.Tensor]":
+    def pieces_of(self, shard: int) -> "Sequence[tuple[Subgroup, Segment]]":
+        """Where a shard lies, in order."""
+        return self._pieces[shard]
+
+    @contextlib.contextmanager
+    def read(self, subgroup: int) -> "Iterator[dict[str, torch.Tensor]]":
+        """``main_param``, ``exp_avg`` and ``exp_avg_sq`` of a subgroup, fp32; valid inside the ``with`` block."""
+        which = self._pipeline.subgroups[self._space][subgroup]
+        with self._pipeline.read(self._space, which) as view:
+            yield self._work.read(which, view)
+
+    def load(self, pieces: "Sequence[StoredPiece]") -> None:
+        """Replace the whole state by what a checkpoint has, one subgroup at a time.
+
+        Raises:
+            ConfigError: pieces are missing; nothing was changed. Or the checkpoint lacks elements of one.
+        """
+        by_subgroup: "dict[int, list[StoredPiece]]" = defaultdict(list)
+        for stored in pieces:
+            by_subgroup[stored.piece.subgroup].append(stored)
+        subgroups = self._pipeline.subgroups[self._space]
+        for subgroup in subgroups:
+            found = sum(stored.piece.numel for stored in by_subgroup[subgroup.index])
+            if found != len(NAMES) * subgroup.numel:
+                raise ConfigError(
+                    f"checkpoint: it has {found} elements of the {len(NAMES) * subgroup.numel} of subgroup {subgroup.index}; "
+                    "it was saved with another model or layout: load it with --no-load-optim"
+                )
+        self.forget()
+        for subgroup in subgroups:
+            modified = self._pipeline.modify(self._space, subgroup)
+            with modified as view, self._work.edit(subgroup, view) as arrays:
+                for stored in by_subgroup[subgroup.index]:
+                    stored.load(arrays)
+
+    def read_shard(self, shard: int) -> "dict[str, torch.Tensor]":
         """Copies of the shard's fp32 state on the host, flat, by Megatron's names."""
         pieces = [
             {name: kept[segment.offset : segment.offset + segment.numel] for name, kept in self._copy(subgroup).items()}

@@ -61,6 +61,11 @@ RULES = (
         "(--overlap-param-gather works)",
     ),
     Rule(
+        "async_save",
+        bool,
+        "reads its state while the checkpoint is written, so training has to wait for it: remove --async-save",
+    ),
+    Rule(
         "log_params_norm",
         bool,
         "holds no fp32 weights in memory to take a norm of: remove --log-params-norm",

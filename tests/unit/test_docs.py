@@ -25,9 +25,10 @@ ALLOWED = {
     "updates": {"adam", "plan", "tiers", "transfers"},
     "pipeline": {"balance", "config", "opening", "plan", "storage", "telemetry", "tiers"},
     "startup": {"adam", "storage", "tiers"},
+    "checkpoint": set(),
     "optimizer": {"adam", "config", "pipeline", "plan", "startup", "telemetry", "tiers", "transfers", "updates"},
     "megatron": {
-        *("adam", "config", "optimizer", "pipeline", "plan", "startup", "storage", "telemetry", "tiers"),
+        *("adam", "checkpoint", "config", "optimizer", "pipeline", "plan", "startup", "storage", "telemetry", "tiers"),
         *("transfers", "updates"),
     },
     "cli": {"config", "megatron"},
