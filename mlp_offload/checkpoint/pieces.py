@@ -26,7 +26,7 @@ NAMES = ("main_param", "exp_avg", "exp_avg_sq")
 class StateSource(Protocol):
     """Where the state of subgroups is read from: the pipeline between two steps, or a snapshot that it pinned."""
 
-    def read(self, subgroup: int) -> "contextlib.AbstractContextManager[dict[str, torch.Tensor]]":
+    def arrays(self, subgroup: int) -> "contextlib.AbstractContextManager[dict[str, torch.Tensor]]":
         """``NAMES``: flat fp32 arrays of a subgroup on the host, valid inside the ``with`` block."""
 
 
@@ -108,7 +108,7 @@ class DeferredTensor(torch.Tensor):
                 f"{self.piece}: offloaded state is loaded by the torch_dist strategies of Megatron only; load "
                 "with dist_checkpointing.load() and give the result to load_state_dict() of the optimizer"
             )
-        with self.source.read(self.piece.subgroup) as arrays:
+        with self.source.arrays(self.piece.subgroup) as arrays:
             return self.piece.of(arrays).clone()
 
     @classmethod

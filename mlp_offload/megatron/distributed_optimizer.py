@@ -230,7 +230,7 @@ class MLPDistributedOptimizer(DistributedOptimizer):
     # ------------------------------------------------------------------------------------ checkpoints
 
     def _get_main_param_and_optimizer_states(self, model_param):
-        return self._states.read_shard(self._index_of_param[model_param])
+        return self._states.read(self._index_of_param[model_param])
 
     def _set_main_param_and_optimizer_states(self, model_param, tensors):
         index = self._index_of_param[model_param]

@@ -39,7 +39,7 @@ class ShardStates:
         return self._pieces[shard]
 
     @contextlib.contextmanager
-    def read(self, subgroup: int) -> "Iterator[dict[str, torch.Tensor]]":
+    def arrays(self, subgroup: int) -> "Iterator[dict[str, torch.Tensor]]":
         """``main_param``, ``exp_avg`` and ``exp_avg_sq`` of a subgroup, fp32; valid inside the ``with`` block."""
         which = self._pipeline.subgroups[self._space][subgroup]
         with self._pipeline.read(self._space, which) as view:
@@ -69,7 +69,7 @@ class ShardStates:
                 for stored in by_subgroup[subgroup.index]:
                     stored.load(arrays)
 
-    def read_shard(self, shard: int) -> "dict[str, torch.Tensor]":
+    def read(self, shard: int) -> "dict[str, torch.Tensor]":
         """Copies of the shard's fp32 state on the host, flat, by Megatron's names."""
         pieces = [
             {name: kept[segment.offset : segment.offset + segment.numel] for name, kept in self._copy(subgroup).items()}

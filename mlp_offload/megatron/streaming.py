@@ -110,7 +110,7 @@ def _write_file(writer: FileSystemWriterAsync, name: str, items: "list[Any]", pl
                 write(item, data if item.type == WriteItemType.BYTE_IO else _on_host(data))
             del data
         for source, subgroup, members in by_subgroup(deferred):
-            with source.read(subgroup) as arrays:
+            with source.arrays(subgroup) as arrays:
                 for tensor, item in members:
                     write(item, tensor.piece.of(arrays))
         stream.flush()
