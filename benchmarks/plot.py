@@ -1,6 +1,6 @@
 """A picture of what ``benchmarks/step.py`` measured: an iteration of each system, and what its disks would allow.
 
-    python benchmarks/plot.py RESULT.json PICTURE.png
+python benchmarks/plot.py RESULT.json PICTURE.png
 """
 
 from __future__ import annotations
