@@ -74,8 +74,8 @@ def test_it_stays_what_it_was_while_training_goes_on(make, dtype, kept):
     train(undisturbed, same, range(3))
     tiers = optimizer._pipeline.tiers
     assert {entry.where for entry in tiers.table} >= {Where.HOST}
+    snapshot = snapshot_of(optimizer)  # with flushes under way
     before = state(optimizer)
-    snapshot = snapshot_of(optimizer)
     for steps in ((), (3,), (4, 5, 6, 7)):
         train(optimizer, params, steps)
         assert_equal(contents(snapshot.source(), optimizer), before)
