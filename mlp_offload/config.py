@@ -180,6 +180,12 @@ class OffloadConfig:
     adam_variant: str = _option(
         AUTO, "SIMD variant of the Adam kernel; all give the same bits", kind="choice", choices=VARIANTS
     )
+    snapshots: bool = _option(
+        False,
+        "reserve room on the paths at start-up for checkpoints in the background, which keep the state a second time while "
+        "training goes on; Megatron's --async-save sets it",
+        kind="bool",
+    )
     job: str = _option(AUTO, "name of the job directory; auto = the scheduler's job id, else user and host", kind="str")
     telemetry: str = _option("", "directory for one JSON line a step and rank; empty = none", kind="str")
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from .config import AUTO, OffloadConfig
 from .errors import OffloadError, PathTimeoutError
-from .plan.placement import RECORD_ALIGNMENT, choose_residents, place
+from .plan.placement import RECORD_ALIGNMENT, choose_residents, place, snapshot_slots, weights_a_slot
 from .plan.subgroups import Subgroup
 from .rates import PathRates, first_rates
 from .storage.buffers import BufferPool
@@ -37,8 +37,10 @@ def open_tiers(
     residency = choose_residents(len(subgroups), slot_bytes, _host_memory(config, rank), staging_count, reserved_bytes)
     streamed = [i for i in range(len(subgroups)) if i not in residency.residents]
     with contextlib.ExitStack() as undo:
+        copies = len(subgroups) - len(streamed) + residency.staging_count  # for a snapshot, and then bf16 weights
+        copies += -(-len(subgroups) // weights_a_slot(slot_bytes, max((s.numel for s in subgroups), default=1)))
         homes, files, rates = _make_files(
-            undo, config, directories, streamed, residency.staging_count, slot_bytes, rank, name
+            undo, config, directories, streamed, residency.staging_count, slot_bytes, rank, name, copies
         )
         alignment = max([RECORD_ALIGNMENT, *(file.alignment for file in files)])
         pool = BufferPool(max(1, residency.buffer_count), round_up(slot_bytes, alignment))
@@ -58,6 +60,7 @@ def _make_files(
     slot_bytes: int,
     rank: RankContext,
     name: str,
+    copy_count: int,
 ) -> "tuple[dict[int, int], list[StateFile], list[PathRates]]":
     """(homes, state files, paths' rates); none where everything is resident. ``undo`` removes what was made."""
     if not streamed:
@@ -74,10 +77,12 @@ def _make_files(
         room.append((free if path.capacity is None else min(free, path.capacity)) // ranks)
     homes = place(len(streamed), [r.path for r in rates], slot_bytes, room, spare_count, ranks)
     files = []
+    counts = [homes.count(i) for i in range(len(scratches))]
+    more = snapshot_slots(counts, copy_count) if config.snapshots else [0] * len(scratches)
     for i, (path, scratch) in enumerate(zip(config.paths, scratches)):
         file = StateFile.create(
             scratch,
-            slot_count=homes.count(i) + spare_count,
+            slot_count=counts[i] + spare_count + more[i],
             slot_bytes=slot_bytes,
             kind=config.engine if path.engine == AUTO else path.engine,
             direct=config.direct,

@@ -21,7 +21,7 @@ from . import _native
 from .adam.remainder import join
 from .errors import CapacityError, ChecksumError, OffloadError, PathIOError
 from .pipeline import StepPipeline
-from .plan.shares import apportion
+from .plan.placement import snapshot_slots, weights_a_slot
 from .plan.subgroups import Subgroup
 from .storage.buffers import Lease
 from .tiers import Tiers, Where
@@ -163,7 +163,8 @@ def take_snapshot(pipeline: StepPipeline, works: "Mapping[str, AdamWork]") -> Sn
     spaces = {name: list(zip(pipeline.indices(name), subgroups)) for name, subgroups in pipeline.subgroups.items()}
     copied = [i for i, entry in enumerate(tiers.table) if entry.where is Where.HOST]
     weights = {name: w for name, w in works.items() if any(s.main_itemsize == _BF16_BYTES for _, s in spaces[name])}
-    per_slot = max(1, tiers.files[0].slot_bytes // _longest_weights(tiers)) if tiers.files else 1
+    longest = max(subgroup.numel for subgroup in tiers.subgroups)
+    per_slot = weights_a_slot(tiers.files[0].slot_bytes, longest) if tiers.files else 1
     groups = {n: [spaces[n][i : i + per_slot] for i in range(0, len(spaces[n]), per_slot)] for n in weights}
     _make_room(tiers, len(copied) + sum(map(len, groups.values())))
     snapshot = Snapshot(tiers)
@@ -198,10 +199,6 @@ def take_snapshot(pipeline: StepPipeline, works: "Mapping[str, AdamWork]") -> Sn
     return snapshot
 
 
-def _longest_weights(tiers: Tiers) -> int:
-    return max(subgroup.numel for subgroup in tiers.subgroups) * _BF16_BYTES
-
-
 def _make_room(tiers: Tiers, copy_count: int) -> None:
     """Slots for ``copy_count`` copies, and for every stored subgroup once more, whose next flush needs another slot.
 
@@ -213,10 +210,9 @@ def _make_room(tiers: Tiers, copy_count: int) -> None:
             "everything is in host memory, so there is no path that a snapshot could be kept on; the checkpoint is "
             "written at once. Lower host_memory to let part of the state stream"
         )
-    homes = [tiers.homes_on(i) for i in range(len(tiers.files))]
-    copies = apportion(copy_count, [count + 1 for count in homes], [copy_count] * len(homes))
-    for file, home_count, copies_here in zip(tiers.files, homes, copies):
-        missing = home_count + copies_here + tiers.residency.staging_count - file.free_count
+    needed = snapshot_slots([tiers.homes_on(i) for i in range(len(tiers.files))], copy_count)
+    for file, more in zip(tiers.files, needed):
+        missing = more + tiers.residency.staging_count - file.free_count
         if missing > 0 and not file.grow(missing):
             raise CapacityError(
                 f"path {str(file.path)!r}: a snapshot for an asynchronous checkpoint needs {missing} more slots, "

@@ -24,7 +24,13 @@ NAMES = ("main_param", "exp_avg", "exp_avg_sq")
 
 
 class StateSource(Protocol):
-    """Where the state of subgroups is read from: the pipeline between two steps, or a snapshot that it pinned."""
+    """Where the state of subgroups is read from: the pipeline between two steps, or a snapshot that it pinned.
+
+    Attributes:
+        travels: it may be pickled and read in another process, while training goes on.
+    """
+
+    travels: bool
 
     def arrays(self, subgroup: int) -> "contextlib.AbstractContextManager[dict[str, torch.Tensor]]":
         """``NAMES``: flat fp32 arrays of a subgroup on the host, valid inside the ``with`` block."""
@@ -119,6 +125,8 @@ class DeferredTensor(torch.Tensor):
         return function(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.source is not None and self.source.travels:
+            return DeferredTensor, (self.piece, self.source)
         return self.read().__reduce_ex__(protocol)
 
     def __repr__(self, **unused: Any) -> str:

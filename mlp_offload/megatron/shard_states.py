@@ -25,6 +25,8 @@ class ShardStates:
     (12 bytes an element) until ``forget``; writes are collected with ``stage`` and done by subgroup in ``flush``.
     """
 
+    travels = False
+
     def __init__(self, pipeline: StepPipeline, space: str, work: AdamWork):
         self._pipeline, self._space, self._work = pipeline, space, work
         self._pieces: "dict[int, list[tuple[Subgroup, Segment]]]" = defaultdict(list)
@@ -44,6 +46,18 @@ class ShardStates:
         which = self._pipeline.subgroups[self._space][subgroup]
         with self._pipeline.read(self._space, which) as view:
             yield self._work.read(which, view)
+
+    @property
+    def pipeline(self) -> StepPipeline:
+        return self._pipeline
+
+    @property
+    def space(self) -> str:
+        return self._space
+
+    @property
+    def work(self) -> AdamWork:
+        return self._work
 
     def load(self, pieces: "Sequence[StoredPiece]") -> None:
         """Replace the whole state by what a checkpoint has, one subgroup at a time.

@@ -7,6 +7,10 @@ Two methods are wrapped, so that no training script has to choose a strategy, an
 2. ``load`` of the load strategies. Deferred tensors are taken out before, and come back as ``StoredPiece``s, which say
    where they are; the optimizer's ``load_state_dict`` then reads them, after the model has its weights.
 
+3. ``save`` and ``async_save`` of the save strategy. Asked to save in the background, the state is pinned where it is
+   (``snapshot``), and another process of Megatron's writes it from there while training goes on. Where the paths have no
+   room for that, the save is done before ``async_save`` returns, and says so.
+
 State dicts without deferred tensors go through stock code as if nothing were wrapped.
 """
 
@@ -15,43 +19,67 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import os
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from ..checkpoint.pieces import DeferredTensor, StoredPiece, by_subgroup
 from ..checkpoint.stored import StoredTensors
-from ..errors import ConfigError, OffloadError
+from ..errors import CapacityError, ConfigError, OffloadError
+from ..snapshot import Snapshot, SnapshotSource, take_snapshot
+
+if TYPE_CHECKING:
+    from .shard_states import ShardStates
+
+log = logging.getLogger(__name__)
 
 _LOADERS = (TorchDistLoadShardedStrategy, FullyParallelLoadStrategyWrapper)
 
 
+# None: nothing is being saved, or everything is written before the save returns. Else the save in the background.
+_background: "ContextVar[_Background | None]" = ContextVar("_background", default=None)
+_in_the_foreground: "ContextVar[bool]" = ContextVar("_in_the_foreground", default=False)
+
+
 def install_hooks() -> None:
     """Wrap the methods above; a second call changes nothing."""
-    _wrap(FileSystemWriterAsync, "prepare_write_data", _prepare_write_data)
-    for strategy in _LOADERS:
-        _wrap(strategy, "load", _load)
+    for owner, name, hook in _hooks():
+        _wrap(owner, name, hook)
 
 
 def remove_hooks() -> None:
     """Put Megatron's own methods back."""
-    for owner, name in ((FileSystemWriterAsync, "prepare_write_data"), *((strategy, "load") for strategy in _LOADERS)):
-        setattr(owner, name, getattr(vars(owner)[name], "stock", vars(owner)[name]))
+    for owner, name, _ in _hooks():
+        method = getattr(owner, name)
+        if hasattr(method, "stock"):
+            setattr(owner, name, method.stock)
+
+
+def _hooks() -> "list[tuple[type, str, Callable[..., Any]]]":
+    hooks = [(FileSystemWriterAsync, "prepare_write_data", _prepare_write_data)]
+    hooks += [(TorchDistSaveShardedStrategy, "save", _save), (TorchDistSaveShardedStrategy, "async_save", _async_save)]
+    return hooks + [(strategy, "load", _load) for strategy in _LOADERS]
 
 
 def _wrap(owner: type, name: str, hook: "Callable[..., Any]") -> None:
-    stock = vars(owner)[name]
+    stock = getattr(owner, name)  # its own, or inherited
     if not hasattr(stock, "stock"):
 
         @functools.wraps(stock)
@@ -73,41 +101,78 @@ def _prepare_write_data(stock: "Callable[..., Any]", writer: FileSystemWriterAsy
         return
     writer.write_buckets = [()]  # one result is to come
     writer.results_queue = queue.Queue()
-    writer.get_save_function_and_args = lambda: (functools.partial(_write, writer, plan, planner), None, [])
+    files = _files(writer, plan)
+    # What is written at once is brought to the host one tensor after the other.
+    entries = {name: ((item, _resolved(planner, item)) for item in items) for name, items in files.items()}
+    background = _background.get()
+    if background is not None and background.held:
+        # In another process, and later: copies, because what they are copies of goes on changing.
+        entries = {
+            name: [(item, _resolved(planner, item, copy=True)) for item in items] for name, items in files.items()
+        }
+        writer.results_queue = _results_queue()
+    arguments = [writer.checkpoint_dir, writer.transforms, entries, writer.results_queue]
+    if background is not None and not background.held:
+        _write(*arguments)
+        arguments = [writer.checkpoint_dir, writer.transforms, None, None]
+    writer.get_save_function_and_args = lambda: (_write, None, arguments)
 
 
-def _write(writer: FileSystemWriterAsync, plan: Any, planner: Any) -> None:
-    """Write everything this rank has; the result, or the error, is left where the writer tells it to all ranks."""
+def _files(writer: FileSystemWriterAsync, plan: Any) -> "dict[str, list[Any]]":
+    """Names of this rank's files, and what each of them is to hold."""
+    groups = filesystem_async._split_by_separation_hint([list(plan.items)], writer.separation_hint)
+    files = {}
+    for number, (group, buckets) in enumerate(groups.items()):
+        items = [item for bucket in buckets for item in bucket]
+        if items:
+            files[f"{group}{plan.storage_data.prefix}{number}{filesystem.DEFAULT_SUFFIX}"] = items
+    return files
+
+
+def _resolved(planner: Any, item: Any, copy: bool = False) -> Any:
+    data = planner.resolve_data(item)
+    return data if item.type == WriteItemType.BYTE_IO or isinstance(data, DeferredTensor) else _on_host(data, copy)
+
+
+def _results_queue() -> Any:
+    """Megatron's queue between the process that writes and this one; its name differs between versions."""
+    names = ("get_write_results_queue", "_get_write_results_queue")
+    return next(getattr(filesystem_async, name) for name in names if hasattr(filesystem_async, name))()
+
+
+def _write(directory: Any, transforms: Any, files: "dict[str, Iterable[tuple[Any, Any]]] | None", results: Any) -> None:
+    """Write the files of this rank, in whatever process this is; result or error go where Megatron looks for them.
+
+    Args:
+        files: name -> pairs of torch's write item and its data; None = it was done already.
+    """
+    if files is None:
+        return
     try:
-        groups = filesystem_async._split_by_separation_hint([list(plan.items)], writer.separation_hint)
-        results: "list[Any]" = []
-        for number, (group, buckets) in enumerate(groups.items()):
-            items = [item for bucket in buckets for item in bucket]
-            if items:
-                name = f"{group}{plan.storage_data.prefix}{number}{filesystem.DEFAULT_SUFFIX}"
-                results += _write_file(writer, name, items, planner)
-        writer.results_queue.put({0: results})
+        written: "list[Any]" = []
+        for name, entries in files.items():
+            written += _write_file(directory, transforms, name, entries)
+        results.put({0: written})
     except Exception as error:
-        writer.results_queue.put(error)
+        results.put(error)
 
 
-def _write_file(writer: FileSystemWriterAsync, name: str, items: "list[Any]", planner: Any) -> "list[Any]":
+def _write_file(directory: Any, transforms: Any, name: str, entries: "Iterable[tuple[Any, Any]]") -> "list[Any]":
     settings: "dict[str, Any]" = {}
     if "serialization_format" in inspect.signature(filesystem._write_item).parameters:
         settings["serialization_format"] = filesystem.SerializationFormat.TORCH_SAVE
     results: "list[Any]" = []
-    with open(os.path.join(writer.checkpoint_dir, name), "wb") as stream:
+    with open(os.path.join(directory, name), "wb") as stream:
 
         def write(item: Any, data: Any) -> None:
-            results.append(filesystem._write_item(writer.transforms, stream, data, item, name, **settings))
+            results.append(filesystem._write_item(transforms, stream, data, item, name, **settings))
 
         deferred = []
-        for item in items:
-            data = planner.resolve_data(item)
+        for item, data in entries:
             if isinstance(data, DeferredTensor):
                 deferred.append((data, item))
             else:
-                write(item, data if item.type == WriteItemType.BYTE_IO else _on_host(data))
+                write(item, data)
             del data
         for source, subgroup, members in by_subgroup(deferred):
             with source.arrays(subgroup) as arrays:
@@ -118,12 +183,109 @@ def _write_file(writer: FileSystemWriterAsync, name: str, items: "list[Any]", pl
     return results
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+def _on_host(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
     """The tensor in host memory that is no larger than it, because torch.save writes all memory that a view is part of."""
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
         return (tensor.dequantize() if "dequantize" in type(tensor).__dict__ else tensor).cpu()
-    return tensor.clone() if tensor.untyped_storage().size() != tensor.numel() * tensor.itemsize else tensor
+    return tensor.clone() if copy or tensor.untyped_storage().size() != tensor.numel() * tensor.itemsize else tensor
+
+
+# ---------------------------------------------------------------------------------------------- in the background
+
+
+@dataclass
+class _Background:
+    """A save that is to be written in the background, and the snapshots that are held for it."""
+
+    held: "list[Snapshot]"
+
+    def release(self) -> None:
+        for snapshot in self.held:
+            snapshot.release()
+
+
+@dataclass(frozen=True)
+class _SnapshotState:
+    """A space of a snapshot as a ``StateSource``."""
+
+    source: SnapshotSource
+    space: str
+    travels = True
+
+    @contextlib.contextmanager
+    def arrays(self, subgroup: int) -> "Iterator[dict[str, torch.Tensor]]":
+        yield self.source.read(self.space, subgroup)
+
+
+def _save(stock: "Callable[..., Any]", *args: Any, **kwargs: Any) -> Any:
+    token = _in_the_foreground.set(True)  # stock's save calls async_save, and runs what it returns
+    try:
+        return stock(*args, **kwargs)
+    finally:
+        _in_the_foreground.reset(token)
+
+
+def _async_save(
+    stock: "Callable[..., Any]", strategy: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
+) -> Any:
+    sources = {id(s.data.source): s.data.source for _, s in _deferred(sharded_state_dict)}
+    if _in_the_foreground.get() or not sources:
+        return stock(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    if inspect.signature(stock).bind(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs).arguments.get(
+        "async_strategy", _default(stock, "async_strategy")
+    ) not in (None, "mcore"):
+        raise ConfigError(
+            "--async-save of offloaded state works with --async-strategy mcore only; the strategy nvrx would write the state "
+            "that training has by then reached"
+        )
+    background = _Background([])
+    try:
+        snapshots = _snapshots(list(sources.values()), background.held)
+    except CapacityError as error:
+        log.warning("the checkpoint is not written in the background but now, and training waits for it: %s", error)
+    else:
+        sharded_state_dict = _with_sources(sharded_state_dict, snapshots)
+    token = _background.set(background)
+    try:
+        request = stock(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    except BaseException:
+        background.release()
+        raise
+    finally:
+        _background.reset(token)
+    request.finalize_fns.append(background.release)
+    return request
+
+
+def _default(function: "Callable[..., Any]", name: str) -> Any:
+    parameter = inspect.signature(function).parameters.get(name)
+    return None if parameter is None else parameter.default
+
+
+def _snapshots(sources: "list[ShardStates]", held: "list[Snapshot]") -> "dict[int, _SnapshotState]":
+    """One snapshot a pipeline, which goes to ``held``; and what to read by id of each source."""
+    found: "dict[int, _SnapshotState]" = {}
+    try:
+        for pipeline in {id(source.pipeline): source.pipeline for source in sources}.values():
+            members = [source for source in sources if source.pipeline is pipeline]
+            held.append(take_snapshot(pipeline, {source.space: source.work for source in members}))
+            stored = held[-1].source()
+            found |= {id(source): _SnapshotState(stored, source.space) for source in members}
+    except BaseException:
+        while held:
+            held.pop().release()
+        raise
+    return found
+
+
+def _with_sources(tree: Any, sources: "dict[int, _SnapshotState]") -> Any:
+    """A copy whose deferred tensors read from ``sources``."""
+    if isinstance(tree, dict):
+        return {key: _with_sources(value, sources) for key, value in tree.items()}
+    if isinstance(tree, ShardedTensor) and isinstance(tree.data, DeferredTensor):
+        return replace(tree, data=DeferredTensor(tree.data.piece, sources[id(tree.data.source)]))
+    return tree
 
 
 # ---------------------------------------------------------------------------------------------- load

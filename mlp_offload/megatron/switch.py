@@ -56,6 +56,8 @@ def check(args: Namespace) -> "OffloadConfig | None":
 
     validate(args)
     config = from_arguments(args)
+    if getattr(args, "async_save", False):  # a disk that is too small is an error now and not at the first save
+        config = config.replace(snapshots=True)
     check_directories([path.resolved_directory() for path in config.paths])
     return config
 

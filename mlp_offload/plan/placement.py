@@ -65,6 +65,22 @@ def choose_residents(
     return Residency(affordable, staging, residents)
 
 
+def snapshot_slots(home_counts: Sequence[int], copy_count: int) -> "list[int]":
+    """Slots that each path needs beside its usual ones while a snapshot is held.
+
+    Args:
+        home_counts: subgroups that live on each path; each is flushed to another slot while its old one is held.
+        copy_count: slots with copies of what is in host memory only, which may lie anywhere.
+    """
+    copies = apportion(copy_count, [count + 1 for count in home_counts], [copy_count] * len(home_counts))
+    return [homes + more for homes, more in zip(home_counts, copies)]
+
+
+def weights_a_slot(slot_bytes: int, subgroup_numel: int) -> int:
+    """How many subgroups' bf16 weights go into one slot of a snapshot."""
+    return max(1, slot_bytes // (2 * subgroup_numel))
+
+
 def place(
     count: int,
     paths: Sequence[PathConfig],

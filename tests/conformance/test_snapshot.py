@@ -123,6 +123,17 @@ def test_without_room_nothing_is_held_and_training_goes_on(make, tmp_path):
     assert_equal(state(optimizer), state(undisturbed))
 
 
+def test_room_that_was_reserved_at_the_start_is_enough(make):
+    optimizer, params = make(snapshots=True)
+    slots = [file.slot_count for file in optimizer._pipeline.tiers.files]
+    train(optimizer, params, range(3))
+    snapshot = snapshot_of(optimizer)
+    train(optimizer, params, range(3, 7))
+    snapshot.release()
+    snapshot_of(optimizer)
+    assert [file.slot_count for file in optimizer._pipeline.tiers.files] == slots
+
+
 def test_one_at_a_time_and_not_of_weights_that_were_touched(make):
     optimizer, params = make()
     train(optimizer, params, range(2))
