@@ -270,19 +270,24 @@ class MLPDistributedOptimizer(DistributedOptimizer):
         Raises:
             ConfigError: a param group, or a shard's state, is not in the checkpoint.
         """
-        saved = {_identity(group): group for group in state_dict["optimizer"]["param_groups"]}
+        groups = state_dict["optimizer"]["param_groups"]
+        saved = {_identity(group): group for group in groups}
+        # Parameters of experts are told apart only where they are spread, with an expert-parallel size above 1.
+        elsewhere = {_identity(group, ("is_expert_parallel",)): group for group in groups}
         steps = {int(group["step"]) for group in saved.values() if group.get("step") is not None}
         if len(steps) > 1:
             raise ConfigError(
                 f"checkpoint: param groups are at different steps {sorted(steps)}; load with --no-load-optim"
             )
         for group in self.param_groups:
-            if _identity(group) not in saved:
+            found = saved.get(_identity(group)) or elsewhere.get(_identity(group, ("is_expert_parallel",)))
+            if found is None:
                 raise ConfigError(
                     f"checkpoint: no param group with {_identity(group)} (of {_identity_keys()}); it has "
                     f"{list(saved)}. Use the options of the saved run or load with --no-load-optim"
                 )
-            group.update({key: value for key, value in saved[_identity(group)].items() if key != "params"})
+            kept = {"params": group["params"], "is_expert_parallel": group.get("is_expert_parallel", False)}
+            group.update(found | kept)
             group["step"] = max(steps, default=0)
         if self.grad_scaler and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
@@ -336,6 +341,6 @@ def _identity_keys() -> "tuple[str, ...]":
     return tuple(stock_module.param_group_identifier_keys)
 
 
-def _identity(group: "dict[str, Any]") -> "tuple[Any, ...]":
+def _identity(group: "dict[str, Any]", without: "tuple[str, ...]" = ()) -> "tuple[Any, ...]":
     """What a param group is matched by; NeMo prefixes some keys with ``pre_``."""
-    return tuple(group.get(key, group.get(f"pre_{key}")) for key in _identity_keys())
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in _identity_keys() if key not in without)

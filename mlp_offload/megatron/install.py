@@ -23,6 +23,7 @@ from ..pipeline import RankContext, StepPipeline
 from ..startup import describe, progress
 from ..transfers import staging_bytes
 from ..updates import main_itemsize
+from .chain import OffloadedChainedOptimizer
 from .distributed_optimizer import MLPDistributedOptimizer
 from .gradients import clip_coefficient
 from .self_check import check_built, check_internals
@@ -222,13 +223,14 @@ def _start(config: OffloadConfig, parts: "list[MLPDistributedOptimizer]") -> Non
 
 @contextmanager
 def _class_replaced() -> "Iterator[None]":
-    """The name by which Megatron's factory finds the class of the distributed optimizer means ours."""
-    stock = factory_module.DistributedOptimizer
+    """The names by which Megatron's factory finds the classes of distributed and chained optimizers mean ours."""
+    stock = factory_module.DistributedOptimizer, factory_module.ChainedOptimizer
     factory_module.DistributedOptimizer = MLPDistributedOptimizer
+    factory_module.ChainedOptimizer = OffloadedChainedOptimizer
     try:
         yield
     finally:
-        factory_module.DistributedOptimizer = stock
+        factory_module.DistributedOptimizer, factory_module.ChainedOptimizer = stock
 
 
 @contextmanager

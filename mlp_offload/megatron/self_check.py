@@ -47,6 +47,7 @@ _FUNCTIONS: "tuple[tuple[Any, str, tuple[str, ...]], ...]" = (
 # Names that a function must look up, or overriding and replacing them has no effect: (owner, function, names).
 _LOOKUPS: "tuple[tuple[Any, str, tuple[str, ...]], ...]" = (
     (factory_module, "_get_megatron_optimizer_based_on_param_groups", ("DistributedOptimizer",)),
+    (factory_module, "get_megatron_optimizer", ("ChainedOptimizer",)),
     (optimizer.ChainedOptimizer, "step", ("clip_grad_by_total_norm_fp32", PRECISION_AWARE)),
     (optimizer.ChainedOptimizer, "count_zeros", ("count_zeros_fp32", PRECISION_AWARE)),
     (

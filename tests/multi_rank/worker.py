@@ -8,6 +8,7 @@ RESULTS.json maps a scenario's name to what its function returned on each rank: 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import sys
@@ -23,6 +24,7 @@ cpu_device.activate(announce=False)
 
 import megatron.core  # noqa: E402
 import megatron.core.optimizer as factory_module  # noqa: E402
+import resharding  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from fused_adam import megatron_with_fused_adam  # noqa: E402
@@ -178,6 +180,8 @@ SCENARIO_KINDS = {
     "patched": patched,
     "reload": reload,
     "resume": resume,
+    "save": functools.partial(resharding.save, training),
+    "load": functools.partial(resharding.load, training),
     "touched": touched,
     "unhooked": unhooked,
 }
