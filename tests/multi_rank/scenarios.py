@@ -84,3 +84,16 @@ CHECKPOINTS: "dict[str, dict[str, Any]]" = {
     "fp16 dynamic, ours to ours": _resume("ours", "ours", "dp_reshardable", **_FP16, optimizer=RISING),
     "fp16, ours to stock": _resume("ours", "stock", "dp_reshardable", **_FP16, optimizer=CONSTANT),
 }
+
+
+def _background(format: str, delay_seconds: float = 0.0, persistent: bool = False, **settings: Any) -> "dict[str, Any]":
+    kind = {"kind": "background", "format": format, "delay_seconds": delay_seconds, "persistent": persistent}
+    return kind | {"layout": {}, "offload": {}} | settings
+
+
+BACKGROUND: "dict[str, dict[str, Any]]" = {
+    "slow": _background("dp_reshardable", 6.0),
+    "slow, full masters": _background("fully_reshardable", 6.0, offload={"master_weights": "full"}),
+    "persistent worker, experts": _background("fully_reshardable", persistent=True, layout={"ep": 2, "experts": 4}),
+    "no room": _background("dp_reshardable", offload={"host_memory": "16MiB"}),
+}

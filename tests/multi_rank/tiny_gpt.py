@@ -229,6 +229,16 @@ class Training:
             self.model.enable_forward_pre_hook()
         dist_checkpointing.save(self._sharded_state_dict(kind, is_loading=False), directory)
 
+    def save_in_background(self, directory: str, kind: str) -> Any:
+        """As ``save``; gives the request that writes it."""
+        settings = (
+            {"async_strategy": "mcore"}
+            if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+            else {}
+        )
+        state = self._sharded_state_dict(kind, is_loading=False)
+        return dist_checkpointing.save(state, directory, async_sharded_save=True, **settings)
+
     def load(self, directory: str, kind: str) -> None:
         """Continue from what ``save`` wrote."""
         state = dist_checkpointing.load(self._sharded_state_dict(kind, is_loading=True), directory)

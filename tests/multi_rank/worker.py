@@ -28,13 +28,14 @@ import resharding  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from fused_adam import megatron_with_fused_adam  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
 from megatron.core.optimizer import optimizer as stock_module  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 from tiny_gpt import Layout, Training  # noqa: E402
 
 from mlp_offload.config import OffloadConfig  # noqa: E402
 from mlp_offload.errors import ConfigError, SelfCheckError, WeightsChangedError  # noqa: E402
-from mlp_offload.megatron import install, wheel_gaps  # noqa: E402
+from mlp_offload.megatron import install, streaming, wheel_gaps  # noqa: E402
 
 
 @contextlib.contextmanager
@@ -175,7 +176,45 @@ def unhooked(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str
         return {"error": error, "unchanged": run.weights_hash() == before}
 
 
+def background(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
+    """A save in the background that is slow, three more steps meanwhile; then a fresh run loads it and does the three again."""
+    layout, directory, result = Layout(**scenario["layout"]), [None], {}
+    if dist.get_rank() == 0:
+        directory = [tempfile.mkdtemp(dir=scenario["directory"])]
+    dist.broadcast_object_list(directory)
+    write = streaming._write
+
+    def slow_write(*args: Any) -> None:  # in the forked process
+        time.sleep(scenario["delay_seconds"])
+        write(*args)
+
+    with training("ours", layout, offload) as run:
+        train(run, [0, 1, 2])
+        if scenario["delay_seconds"]:
+            streaming._write = slow_write
+        request = run.save_in_background(directory[0], scenario["format"])
+        streaming._write = write
+        tiers = next(part for part in run.optimizer.chained_optimizers if part.pipeline).pipeline.tiers
+        queue = AsyncCallsQueue(persistent=scenario["persistent"])
+        queue.schedule_async_request(request)
+        result["saved"] = run.state_hash()
+        result["pinned"] = len(tiers.pinned)
+        result["uninterrupted"] = outcome(run, train(run, [3, 4, 5]))
+        result["unfinished"] = queue.get_num_unfinalized_calls()
+        if scenario["delay_seconds"]:
+            result["unfinished"] -= len(queue.maybe_finalize_async_calls(blocking=False))
+        queue.maybe_finalize_async_calls(blocking=True)
+        queue.close()
+        result["pinned_after"] = len(tiers.pinned)
+    with training("ours", layout, offload) as run:
+        run.load(directory[0], scenario["format"])
+        result["loaded"] = run.state_hash()
+        result["resumed"] = outcome(run, train(run, [3, 4, 5]))
+    return result
+
+
 SCENARIO_KINDS = {
+    "background": background,
     "compare": compare,
     "patched": patched,
     "reload": reload,
