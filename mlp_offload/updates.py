@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Collection, Iterator, Sequence
 from typing import NoReturn
 
@@ -16,6 +17,7 @@ from .plan.subgroups import Segment, Subgroup
 from .tiers import StateView
 from .transfers import transfers_for
 
+_BLOCK_NUMEL = 2**15  # elements whose intermediate values are in memory at once
 _SIGN_CLEARED = np.uint32(0x7FFFFFFF)
 
 
@@ -173,17 +175,21 @@ class AdamWork:
         known = self._sums.get(subgroup.index, ~sums)
         arrays = self._joined(subgroup, state, [subgroup.segments[i] for i in np.flatnonzero(sums != known)])
         yield arrays
-        weight, remainder, exp_avg_sq = split(arrays["main_param"], arrays["exp_avg_sq"])
         here = self._host_weights(subgroup)
-        differ = int(((weight.view(torch.int16) != here.view(torch.int16)) & ~(weight.isnan() & here.isnan())).sum())
+        remainders, differ = torch.from_numpy(state.remainder), 0
+        for block in _blocks(subgroup.numel):
+            weight, remainders[block], arrays["exp_avg_sq"][block] = split(
+                arrays["main_param"][block], arrays["exp_avg_sq"][block]
+            )
+            other = weight.view(torch.int16) != here[block].view(torch.int16)
+            differ += int((other & ~(weight.isnan() & here[block].isnan())).sum())
         if differ:
             raise WeightsChangedError(
                 f"subgroup {subgroup.index}: {differ} of {subgroup.numel} fp32 masters do not round to the model's bf16 weights. "
                 "With master_weights=remainder both must belong together: load the model's weights before the "
                 "optimizer's state, from the same checkpoint, or set master_weights to full"
             )
-        torch.from_numpy(state.remainder).copy_(remainder)
-        torch.from_numpy(state.exp_avg_sq).copy_(exp_avg_sq)
+        torch.from_numpy(state.exp_avg_sq).copy_(arrays["exp_avg_sq"])
         self._sums[subgroup.index] = sums
 
     def copy_weights(self, subgroup: Subgroup, out: torch.Tensor) -> None:
@@ -228,7 +234,10 @@ class AdamWork:
         self, subgroup: Subgroup, state: StateView, restarted: Collection[Segment]
     ) -> "dict[str, torch.Tensor]":
         weight = self._host_weights(subgroup)
-        main_param, exp_avg_sq = join(weight, torch.from_numpy(state.remainder), torch.from_numpy(state.exp_avg_sq))
+        main_param, exp_avg_sq = (_array(subgroup.numel, torch.float32) for _ in range(2))
+        remainder, stored = torch.from_numpy(state.remainder), torch.from_numpy(state.exp_avg_sq)
+        for block in _blocks(subgroup.numel):
+            main_param[block], exp_avg_sq[block] = join(weight[block], remainder[block], stored[block])
         for s in restarted:
             main_param[s.offset : s.offset + s.numel] = weight[s.offset : s.offset + s.numel]
         return {"main_param": main_param, "exp_avg": torch.from_numpy(state.exp_avg), "exp_avg_sq": exp_avg_sq}
@@ -246,7 +255,10 @@ class AdamWork:
         return self._weights[segment.shard][start : start + segment.numel]
 
     def _host_weights(self, subgroup: Subgroup) -> torch.Tensor:
-        return torch.cat([self._weight(s).cpu() for s in subgroup.segments])
+        weights = _array(subgroup.numel, self._weights[subgroup.segments[0].shard].dtype)
+        for s in subgroup.segments:
+            weights[s.offset : s.offset + s.numel].copy_(self._weight(s))
+        return weights
 
     def _sum(self, subgroup: Subgroup) -> np.ndarray:
         """One sum a segment, of the weights as they are now."""
@@ -257,3 +269,12 @@ class AdamWork:
 
 def _arrays(state: StateView) -> "dict[str, torch.Tensor]":
     return {name: torch.from_numpy(getattr(state, name)) for name in ("main_param", "exp_avg", "exp_avg_sq")}
+
+
+def _array(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Host memory of its own pages: malloc would keep freed arrays of this size, and hardly ever use them again."""
+    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype)
+
+
+def _blocks(numel: int) -> "Iterator[slice]":
+    return (slice(start, start + _BLOCK_NUMEL) for start in range(0, numel, _BLOCK_NUMEL))

@@ -184,11 +184,14 @@ def _write_file(directory: Any, transforms: Any, name: str, entries: "Iterable[t
 
 
 def _on_host(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
-    """The tensor in host memory that is no larger than it, because torch.save writes all memory that a view is part of."""
+    """The tensor on the host; its storage is no larger, because torch.save writes all of what a view is a part of."""
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
         return (tensor.dequantize() if "dequantize" in type(tensor).__dict__ else tensor).cpu()
-    return tensor.clone() if copy or tensor.untyped_storage().size() != tensor.numel() * tensor.itemsize else tensor
+    if copy:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    return torch.from_numpy(flat.numpy()).view(tensor.dtype).view(tensor.shape)
 
 
 # ---------------------------------------------------------------------------------------------- in the background

@@ -24,28 +24,33 @@ KEYS = ("param", "exp_avg", "exp_avg_sq")
 
 
 def save(training: "Callable[..., Any]", scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
-    """Train, and save as training does with ``--ckpt-fully-parallel-save``, its default."""
+    """Train, and save."""
     directory = Path(scenario["checkpoint"])
     if dist.get_rank() == 0:
         directory.mkdir()
     dist.barrier()
     layout = tiny_gpt.Layout(**scenario["layout"])
-    with _model(scenario["model"]), training(scenario["by"], layout, offload) as run:
+    with model_settings(scenario["model"]), training(scenario["by"], layout, offload) as run:
         for number in BEFORE:
             run.step(number)
         run.weights_hash()  # gathers what is still to be gathered
-        base = TorchDistSaveShardedStrategy("torch_dist", 1)
-        strategy = FullyParallelSaveStrategyWrapper(base, ps.get_data_parallel_group(with_context_parallel=True))
-        dist_checkpointing.save(
-            run._sharded_state_dict(scenario["format"], is_loading=False), str(directory), sharded_strategy=strategy
-        )
+        save_as_training_does(run, directory, scenario["format"])
         return {"whole": whole_state(run)}
+
+
+def save_as_training_does(run: Any, directory: Path, format: str) -> None:
+    """With ``--ckpt-fully-parallel-save``, the default of Megatron's training."""
+    base = TorchDistSaveShardedStrategy("torch_dist", 1)
+    strategy = FullyParallelSaveStrategyWrapper(base, ps.get_data_parallel_group(with_context_parallel=True))
+    dist_checkpointing.save(
+        run._sharded_state_dict(format, is_loading=False), str(directory), sharded_strategy=strategy
+    )
 
 
 def load(training: "Callable[..., Any]", scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
     """Load what ``save`` wrote, and train on."""
     layout = tiny_gpt.Layout(**scenario["layout"])
-    with _model(scenario["model"]), training(scenario["by"], layout, offload) as run:
+    with model_settings(scenario["model"]), training(scenario["by"], layout, offload) as run:
         run.load(scenario["checkpoint"], scenario["format"])
         whole = whole_state(run)
         steps = [[step.loss, step.grad_norm] for step in map(run.step, AFTER)]
@@ -53,7 +58,7 @@ def load(training: "Callable[..., Any]", scenario: "dict[str, Any]", offload: "d
 
 
 @contextlib.contextmanager
-def _model(settings: "dict[str, dict[str, Any]]") -> "Iterator[None]":
+def model_settings(settings: "dict[str, dict[str, Any]]") -> "Iterator[None]":
     """Models built meanwhile have these settings: of the config, of the GPT, or names of ``tiny_gpt``."""
     with contextlib.ExitStack() as stack:
         for name, extra in settings.items():

@@ -24,6 +24,7 @@ cpu_device.activate(announce=False)
 
 import megatron.core  # noqa: E402
 import megatron.core.optimizer as factory_module  # noqa: E402
+import memory_use  # noqa: E402
 import resharding  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -221,6 +222,7 @@ SCENARIO_KINDS = {
     "resume": resume,
     "save": functools.partial(resharding.save, training),
     "load": functools.partial(resharding.load, training),
+    "memory": functools.partial(memory_use.memory, training),
     "touched": touched,
     "unhooked": unhooked,
 }
