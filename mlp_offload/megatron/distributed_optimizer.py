@@ -269,9 +269,14 @@ class MLPDistributedOptimizer(DistributedOptimizer):
         return fully_reshardable.sharded_param_state(self, model_sharded_state_dict, is_loading, not thrifty)
 
     def state_dict(self) -> "dict[str, Any]":
-        """Param groups with ``step``, and the grad scaler: the keys that stock with a fused Adam saves."""
+        """Param groups with ``step``, and the grad scaler: the keys that stock with a fused Adam saves.
+
+        ``bias_correction`` is what FusedAdam of Transformer Engine and Apex reads in every group; where this process has
+        neither, its groups came from torch's AdamW, which has no such key.
+        """
         groups = [
-            {key: value for key, value in group.items() if key != "params"} | {"step": self.step_count}
+            {"bias_correction": True, **{key: value for key, value in group.items() if key != "params"}}
+            | {"step": self.step_count}
             for group in self.param_groups
         ]
         state_dict: "dict[str, Any]" = {"optimizer": {"param_groups": groups}}

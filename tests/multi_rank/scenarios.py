@@ -88,6 +88,7 @@ LAYOUTS: "dict[int, dict[str, dict[str, Any]]]" = {
         "reload": _reload(from_state_dict=False),
         "reload from state_dict": _reload(from_state_dict=True),
         "reload, one subgroup": _reload(from_state_dict=False, trainable="one bias"),
+        "groups of FusedAdam": {"kind": "fused_adam", "layout": _SCHEDULED},
         "touched, remainder": _touched("remainder"),
         "touched, full": _touched("full"),
         "touched, fp32": _touched("remainder", dtype="fp32"),

@@ -80,6 +80,12 @@ def test_a_touched_weight_stops_the_run_where_its_master_is_lost(results):
     assert kept["ours"] == kept["stock"]
 
 
+def test_groups_of_a_fused_adam_are_kept_and_their_step_may_be_a_tensor(results):
+    (rank,) = results(1)["groups of FusedAdam"]
+    assert rank["ours"] == rank["stock"]
+    assert all({"bias_correction", "step"} <= set(keys) for keys in rank["ours"]["keys"])
+
+
 def test_fp32_weights_are_their_own_masters(results):
     (rank,) = results(1)["touched, fp32"]
     assert rank["ours"] == rank["stock"]

@@ -101,6 +101,25 @@ def compare(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str,
     return result
 
 
+def fused_adam(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
+    """A FusedAdam is installed, as with Transformer Engine or Apex: ours meets its groups, and goes on from tensors."""
+    layout, result = Layout(**scenario["layout"]), {}
+    for kind in ("stock", "ours"):
+        with megatron_with_fused_adam(), training(kind, layout, offload) as run:
+            train(run, [0, 1])
+            saved = run.optimizer.state_dict()
+            groups = saved["optimizer"]["param_groups"]
+            keys = [sorted(group) for group in groups]
+            if kind == "ours":
+                for group in groups:
+                    group["step"] = torch.tensor([group["step"]], dtype=torch.int32)  # as its capturable mode saves it
+                for group in run.optimizer.param_groups:
+                    group["step"] = 0
+                run.optimizer.load_state_dict(saved)
+            result[kind] = outcome(run, train(run, [2, 3])) | {"keys": keys}
+    return result
+
+
 def _has(name: str) -> bool:
     with contextlib.suppress(ImportError, AttributeError):
         pkgutil.resolve_name(name)
@@ -205,6 +224,7 @@ def unhooked(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str
 
 SCENARIO_KINDS = {
     "compare": compare,
+    "fused_adam": fused_adam,
     "patched": patched,
     "reload": reload,
     "resume": resume,
