@@ -37,6 +37,7 @@ class AdamWork:
             in ``adam.remainder``): its master is lost when somebody else changes it.
         adopt_changes: what then happens: True = the changed weight is the new master, of the whole part of the shard
             that lies in one subgroup; False = ``WeightsChangedError``.
+        fp32_masters: fp32 weights are their own masters: whoever changes one changes its master.
 
     Raises:
         ConfigError: a weight is not flat, contiguous and of a dtype that the kernel knows.
@@ -49,11 +50,13 @@ class AdamWork:
         subgroup_numel: int,
         main_itemsize: int = 4,
         adopt_changes: bool = False,
+        fp32_masters: bool = False,
     ):
         self._kernel = kernel
         self._subgroup_numel = subgroup_numel
         self._reads_weights = main_itemsize == 2
         self._adopt_changes = adopt_changes
+        self._own_masters = frozenset(i for i, w in enumerate(weights) if fp32_masters and w.dtype == torch.float32)
         self._sums: "dict[int, np.ndarray]" = {}  # subgroup -> sum of each segment's weights when they were written
         self._grad_codes = np.zeros(len(weights), np.int64)
         self._group_index = np.zeros(len(weights), np.int64)
@@ -245,7 +248,7 @@ class AdamWork:
     def _refresh(self, subgroup: Subgroup, state: StateView, shards: Collection[int]) -> None:
         """Make main_param of ``shards`` from the weights again, but keep it where it still rounds to the weight."""
         for s in subgroup.segments:
-            if s.shard in shards:
+            if s.shard in shards or s.shard in self._own_masters:
                 main_param = torch.from_numpy(state.main_param)[s.offset : s.offset + s.numel]
                 weight = self._weight(s).cpu()
                 main_param.copy_(torch.where(main_param.to(weight.dtype) == weight, main_param, weight.float()))

@@ -20,7 +20,7 @@ VECTOR_NUMEL = 16
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """As Transformer Engine's and Apex's FusedAdam, ``step`` is kept in the parameter group.
+    """As in Transformer Engine's and Apex's FusedAdam, a parameter group has ``step`` and must have ``bias_correction``.
 
     Raises:
         ValueError: a parameter's size is no multiple of 16 elements, or plain Adam is asked for.
@@ -38,13 +38,16 @@ class FusedAdam(torch.optim.Optimizer):
     ):
         if not adam_w_mode:
             raise ValueError("this FusedAdam computes AdamW; set decoupled_weight_decay")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: "Callable[[], Any] | None" = None) -> None:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # each thread's part has a tail of its own
         for group in self.param_groups:
+            if not group["bias_correction"]:
+                raise ValueError("this FusedAdam corrects the bias of both moments")
             group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -75,6 +75,10 @@ def check_adam_options(**group: Any) -> None:
     for name in ("amsgrad", "maximize", "differentiable"):
         if group.get(name):
             raise ConfigError(f"Adam option {name}={group[name]} is not supported with offload; set {name}=False")
+    if not group.get("bias_correction", True):
+        raise ConfigError(
+            f"Adam option bias_correction={group['bias_correction']} is not supported with offload; set bias_correction=True"
+        )
     for name in ("decoupled_weight_decay", "adam_w_mode"):
         if not group.get(name, True):
             raise ConfigError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -91,7 +92,9 @@ class MLPDistributedOptimizer(DistributedOptimizer):
         """
         self._pipeline, self._space, self._resources = pipeline, space, resources
         largest = max(pipeline.subgroups[space], key=lambda subgroup: subgroup.numel)
-        self._work = AdamWork(kernel, [shard.weight for shard in self.shards], largest.numel, largest.main_itemsize)
+        weights = [shard.weight for shard in self.shards]
+        # Stock has no copy of fp32 weights, and Megatron does not tell it when it loads them without optimizer state.
+        self._work = AdamWork(kernel, weights, largest.numel, largest.main_itemsize, fp32_masters=True)
         self._states = ShardStates(pipeline, space, self._work)
 
     def fill(self, subgroup: Subgroup, view: StateView) -> None:
@@ -227,6 +230,30 @@ class MLPDistributedOptimizer(DistributedOptimizer):
     def restore_from_cpu(self) -> None:
         """Nothing to do, see ``offload_to_cpu``."""
 
+    @contextlib.contextmanager
+    def main_params_for_norm(self) -> "Iterator[None]":
+        """While it lasts, model parameters show what ``calc_params_l2_norm`` looks for: the norms of bf16 shards' masters.
+
+        One shard at a time is read from the tiers. [Note: norm of norms] in ``gradients``: with Megatron-Core's own
+        reduction a norm stands for its tensor without a change of bits; the kernels of Transformer Engine and Apex reduce
+        whole tensors in another order, so the last bits may differ from stock's there.
+        """
+        shown = [
+            (index, shard)
+            for index, shard in enumerate(self.shards)
+            if self._states is not None and shard.weight.dtype == torch.bfloat16
+        ]
+        for index, shard in shown:
+            main_param = self._states.read(index)["param"].to(shard.weight.device)
+            shard.model_param.main_param = torch.norm(main_param)
+        if shown:
+            self._states.forget()
+        try:
+            yield
+        finally:
+            for _, shard in shown:
+                shard.model_param.main_param = None
+
     # ------------------------------------------------------------------------------------ checkpoints
 
     def _get_main_param_and_optimizer_states(self, model_param):
@@ -254,9 +281,14 @@ class MLPDistributedOptimizer(DistributedOptimizer):
         return dp_reshardable.sharded_buckets(self, is_loading)
 
     def state_dict(self) -> "dict[str, Any]":
-        """Param groups with ``step``, and the grad scaler: the keys that stock with a fused Adam saves."""
+        """Param groups with ``step``, and the grad scaler: the keys that stock with a fused Adam saves.
+
+        ``bias_correction`` is what FusedAdam of Transformer Engine and Apex reads in every group; where this process has
+        neither, its groups came from torch's AdamW, which has no such key.
+        """
         groups = [
-            {key: value for key, value in group.items() if key != "params"} | {"step": self.step_count}
+            {"bias_correction": True, **{key: value for key, value in group.items() if key != "params"}}
+            | {"step": self.step_count}
             for group in self.param_groups
         ]
         state_dict: "dict[str, Any]" = {"optimizer": {"param_groups": groups}}

@@ -32,6 +32,7 @@ from .validate import validate
 
 _FACTORY = "get_megatron_optimizer"
 _CLIP = "clip_grad_by_total_norm_fp32"
+_PARAMS_NORM_MODULE, _PARAMS_NORM = "megatron.training.utils", "calc_params_l2_norm"
 
 
 class _Replacement:
@@ -66,6 +67,20 @@ class ClipHook(_Replacement):
         owner.remember_clip(views, clip_coefficient(max_norm, total_norm))
 
 
+class ParamsNorm(_Replacement):
+    """Stands for ``calc_params_l2_norm`` of ``--log-params-norm``: our optimizers' masters are shown to ``stock``."""
+
+    def __init__(self, stock: "Callable[..., Any]"):
+        super().__init__(stock)
+        self.owners: "weakref.WeakSet[MLPDistributedOptimizer]" = weakref.WeakSet()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> float:
+        with ExitStack() as stack:
+            for owner in self.owners:
+                stack.enter_context(owner.main_params_for_norm())
+            return self.stock(*args, **kwargs)
+
+
 class _Resources:
     """What the optimizers of one build share; given back by ``close``, when the last one goes, or at exit."""
 
@@ -86,7 +101,7 @@ def install(config: OffloadConfig) -> None:
     if not isinstance(current, OffloadedFactory):
         check_internals()
         current = OffloadedFactory(current)
-        _replace_everywhere(current.stock, current)
+        _replace_everywhere(_FACTORY, current.stock, current)
     current.config = config
     _install_clip_hook()
     install_hooks()
@@ -96,7 +111,10 @@ def uninstall() -> None:
     """Put Megatron's own functions back. Optimizers that were built can no longer be stepped."""
     current = getattr(factory_module, _FACTORY)
     if isinstance(current, OffloadedFactory):
-        _replace_everywhere(current, current.stock)
+        _replace_everywhere(_FACTORY, current, current.stock)
+    params_norm = _params_norm()
+    if isinstance(params_norm, ParamsNorm):
+        _replace_everywhere(_PARAMS_NORM, params_norm, params_norm.stock)
     hook = getattr(stock_module, _CLIP)
     if isinstance(hook, ClipHook):
         setattr(stock_module, _CLIP, hook.stock)
@@ -124,7 +142,7 @@ def build_offloaded_optimizer(
                 f"--optimizer-offload mlp: model chunk {type(chunk).__name__} is not wrapped in Megatron's "
                 "DistributedDataParallel; wrap it, or use --optimizer-offload none (FSDP and MIMO models)"
             )
-    validate(call["config"], *(chunk.ddp_config for chunk in chunks))
+    validate(call["config"], *(config for chunk in chunks for config in (chunk.ddp_config, chunk.config)))
     check_internals()
     clip_hook = _install_clip_hook()
     install_hooks()
@@ -139,6 +157,7 @@ def build_offloaded_optimizer(
         )
     clip_hook.owners.update(parts)
     _start(config, parts)
+    _show_params_norm(parts)
     return built
 
 
@@ -258,7 +277,22 @@ def _install_clip_hook() -> ClipHook:
     return current
 
 
-def _replace_everywhere(old: "Callable[..., Any]", new: "Callable[..., Any]") -> None:
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.") and vars(module).get(_FACTORY) is old:
-            setattr(module, _FACTORY, new)
+def _params_norm() -> "Callable[..., Any] | None":
+    return getattr(sys.modules.get(_PARAMS_NORM_MODULE), _PARAMS_NORM, None)
+
+
+def _show_params_norm(parts: "list[MLPDistributedOptimizer]") -> None:
+    """Only ``megatron.training`` has this norm; who uses it has loaded it before the optimizer is built."""
+    current = _params_norm()
+    if current is None:
+        return
+    if not isinstance(current, ParamsNorm):
+        stock, current = current, ParamsNorm(current)
+        _replace_everywhere(_PARAMS_NORM, stock, current)
+    current.owners.update(parts)
+
+
+def _replace_everywhere(name: str, old: "Callable[..., Any]", new: "Callable[..., Any]") -> None:
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("megatron.") and vars(module).get(name) is old:
+            setattr(module, name, new)

@@ -12,6 +12,7 @@ the launcher.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import importlib.util
@@ -24,7 +25,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..errors import ConfigError, OffloadError
 from . import ranks, switch
@@ -95,7 +96,12 @@ def prepare_megatron(allow_no_cuda: bool = False) -> None:
     from megatron.training.global_vars import set_global_variables
     from megatron.training.initialize import initialize_megatron
 
-    switch.wrap(megatron_arguments.add_megatron_arguments, after=lambda parser, *a, **k: switch.add_flags(parser))
+    from . import wheel_gaps
+
+    def complete(parser: argparse.ArgumentParser, *args: Any, **settings: Any) -> None:
+        wheel_gaps.escape_percent_signs(switch.add_flags(parser))
+
+    switch.wrap(megatron_arguments.add_megatron_arguments, after=complete)
     switch.wrap(megatron_arguments.validate_args, before=lambda args, *a, **k: switch.check(args))
     switch.wrap(set_global_variables, before=lambda args, *a, **k: switch.switch_on(args))
     if allow_no_cuda:

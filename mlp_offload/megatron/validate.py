@@ -60,21 +60,12 @@ RULES = (
         "updates all chunks before it gathers: remove --overlap-param-gather-with-optimizer-step "
         "(--overlap-param-gather works)",
     ),
-    Rule(
-        "async_save",
-        bool,
-        "reads its state while the checkpoint is written, so training has to wait for it: remove --async-save",
-    ),
-    Rule(
-        "log_params_norm",
-        bool,
-        "holds no fp32 weights in memory to take a norm of: remove --log-params-norm",
-    ),
+    Rule("qk_clip", bool, "holds no fp32 weights in memory to clip after the step: remove --qk-clip"),
 )
 
 
 def validate(*sources: Any) -> None:
-    """Check every option that a source has: parsed arguments, an OptimizerConfig or a DDP config; others are skipped.
+    """Check every option that a source has: parsed arguments, or the config of optimizer, DDP or model; others are skipped.
 
     Raises:
         ConfigError: names the first option that offload does not go together with, and what to change.

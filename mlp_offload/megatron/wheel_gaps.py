@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import re
 from importlib import import_module
 from pathlib import Path
+
+_BARE_PERCENT = re.compile(r"%(?!%|\(\w+\)[a-z])")
 
 
 def fill() -> None:
@@ -21,6 +25,16 @@ def fill() -> None:
     moe_utils = import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def escape_percent_signs(parser: argparse.ArgumentParser) -> None:
+    """Let ``--help`` be printed: argparse formats help texts, and some of 0.18 and 0.19 have a bare percent sign."""
+    for action in parser._actions:  # no public way to list them
+        if action.help and action.help is not argparse.SUPPRESS:
+            try:
+                parser._get_formatter()._expand_help(action)
+            except (ValueError, TypeError, KeyError):
+                action.help = _BARE_PERCENT.sub("%%", action.help)
 
 
 def _nothing_to_compile() -> None:

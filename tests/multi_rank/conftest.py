@@ -1,8 +1,9 @@
-"""The helper modules of this folder are imported by their bare names, here and in the workers that torchrun starts."""
+"""The helper modules of this folder and scripts/ are imported by bare names, here and in the workers of torchrun."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "scripts")]

@@ -54,9 +54,9 @@ def run_scenarios(
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        raise AssertionError(f"no result within {LIMIT_SECONDS} s:\n{output[-6000:]}") from None
+        raise AssertionError(f"no result within {LIMIT_SECONDS} s:\n{output[-20000:]}") from None
     if process.returncode != 0:
-        raise AssertionError(f"torchrun ended with {process.returncode}:\n{output[-6000:]}")
+        raise AssertionError(f"torchrun ended with {process.returncode}:\n{output[-20000:]}")
     left = [str(file) for path in paths for file in path.rglob("*") if file.is_file()]
     if left:
         raise AssertionError(f"scratch files are left behind: {left}")

@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E40
 from megatron.core.optimizer import OptimizerConfig  # noqa: E402
 from megatron.core.optimizer import optimizer as stock_module  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from mlp_offload.megatron import install, self_check  # noqa: E402
 from mlp_offload.megatron.validate import RULES, validate  # noqa: E402
@@ -25,7 +26,7 @@ BAD = {"use_distributed_optimizer": False, "optimizer": "sgd", "decoupled_weight
 
 def test_options_that_work_pass():
     validate(
-        SimpleNamespace(**GOOD, log_params_norm=False, use_megatron_fsdp=False),
+        SimpleNamespace(**GOOD, log_params_norm=True, use_megatron_fsdp=False),
         OptimizerConfig(use_distributed_optimizer=True),
         DistributedDataParallelConfig(use_distributed_optimizer=True),
     )
@@ -48,7 +49,7 @@ def test_options_that_work_pass():
         "optimizer_cuda_graph",
         "use_layer_wise_distributed_optimizer",
         "overlap_param_gather_with_optimizer_step",
-        "log_params_norm",
+        "qk_clip",
     ],
 )
 def test_each_option_is_refused_by_name_and_says_what_to_change(option):
@@ -68,6 +69,7 @@ def test_each_option_is_refused_by_name_and_says_what_to_change(option):
         (OptimizerConfig(use_distributed_optimizer=True, decoupled_weight_decay=False), "decoupled_weight_decay"),
         (DistributedDataParallelConfig(use_distributed_optimizer=True, fp8_param_gather=True), "fp8_param_gather"),
         (DistributedDataParallelConfig(use_distributed_optimizer=True, use_megatron_fsdp=True), "use_megatron_fsdp"),
+        (TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, qk_clip=True), "qk_clip"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
@@ -78,8 +80,9 @@ def test_megatrons_own_configs_are_checked(source, option):
 
 def test_every_option_is_one_that_some_megatron_has():
     """A rule with a misspelt name would never refuse anything."""
-    known = {f for config in (OptimizerConfig, DistributedDataParallelConfig) for f in config.__dataclass_fields__}
-    only_arguments = {"log_params_norm", "use_torch_fsdp2", "use_custom_fsdp"}
+    configs = (OptimizerConfig, DistributedDataParallelConfig, TransformerConfig)
+    known = {field for config in configs for field in config.__dataclass_fields__}
+    only_arguments = {"use_torch_fsdp2", "use_custom_fsdp"}
     newer = {"fp4_param_gather", "optimizer_cuda_graph", "use_layer_wise_distributed_optimizer"}
     if newer & known:
         newer = set()  # a release that has one of them has them all
@@ -140,11 +143,15 @@ def test_install_twice_replaces_the_config_and_uninstall_restores(config):
 
 def test_installed_factory_refuses_before_it_builds(config):
     install.install(config)
-    chunk = SimpleNamespace(ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=True))
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    chunk = SimpleNamespace(ddp_config=ddp_config, config=SimpleNamespace(qk_clip=False))
     with pytest.raises(ConfigError, match="use_distributed_optimizer=False"):
         factory_module.get_megatron_optimizer(OptimizerConfig(use_distributed_optimizer=False), [chunk])
     with pytest.raises(ConfigError, match="not wrapped"):
         factory_module.get_megatron_optimizer(OptimizerConfig(use_distributed_optimizer=True), [SimpleNamespace()])
+    chunk.config.qk_clip = True
+    with pytest.raises(ConfigError, match="qk_clip=True"):
+        factory_module.get_megatron_optimizer(OptimizerConfig(use_distributed_optimizer=True), [chunk])
     assert factory_module.DistributedOptimizer is DistributedOptimizer
 
 

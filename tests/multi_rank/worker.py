@@ -11,12 +11,14 @@ import contextlib
 import functools
 import gc
 import json
+import pkgutil
 import sys
 import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from mlp_offload.megatron import cpu_device
 
@@ -30,6 +32,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from fused_adam import megatron_with_fused_adam  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
+from megatron.core.optimizer import clip_grads  # noqa: E402
 from megatron.core.optimizer import optimizer as stock_module  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 from tiny_gpt import Layout, Training  # noqa: E402
@@ -47,6 +50,8 @@ def training(kind: str, layout: Layout, offload: "dict[str, Any]"):
     """
     layout.initialize()
     with contextlib.ExitStack() as stack:
+        if layout.tensor_norm:  # whether Megatron has this function decides whether its norms are tensors
+            stack.enter_context(mock.patch.object(clip_grads, "multi_tensor_scale_tensor_impl", _scale_by_tensor))
         if kind == "stock":
             stack.enter_context(megatron_with_fused_adam())
         elif kind == "patched":
@@ -76,16 +81,60 @@ def outcome(run: Training, steps: "list[dict[str, Any]]") -> "dict[str, Any]":
 
 
 def compare(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
-    """The same steps with both; and how many subgroups ours fetched and found in memory in the last step."""
+    """The same steps with both; and how many subgroups ours fetched and found in memory in the last step.
+
+    Where that means nothing, "lacks" says what this Megatron lacks, or "stock_fails" how stock fails.
+    """
+    if scenario["needs"] and not _has(scenario["needs"]):
+        return {"lacks": scenario["needs"].rpartition(":")[2].rpartition(".")[2]}
     layout, result = Layout(**scenario["layout"]), {}
     for kind in ("stock", "ours"):
-        with training(kind, layout, offload) as run:
+        try:
+            stack = contextlib.ExitStack()
+            run = stack.enter_context(training(kind, layout, offload))
+        except AssertionError as error:
+            if kind == "stock" and scenario["stock_may_fail"]:
+                return {"stock_fails": str(error)}
+            raise
+        with stack:
             result[kind] = outcome(run, train(run, list(range(scenario["steps"]))))
             if kind == "ours":
                 records = [part.last_record for part in run.optimizer.chained_optimizers if part.last_record]
                 result["fetch_count"] = sum(record.fetch_count for record in records)
                 result["hit_count"] = sum(record.hit_count for record in records)
     return result
+
+
+def fused_adam(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
+    """A FusedAdam is installed, as with Transformer Engine or Apex: ours meets its groups, and goes on from tensors."""
+    layout, result = Layout(**scenario["layout"]), {}
+    for kind in ("stock", "ours"):
+        with megatron_with_fused_adam(), training(kind, layout, offload) as run:
+            train(run, [0, 1])
+            saved = run.optimizer.state_dict()
+            groups = saved["optimizer"]["param_groups"]
+            keys = [sorted(group) for group in groups]
+            if kind == "ours":
+                for group in groups:
+                    group["step"] = torch.tensor([group["step"]], dtype=torch.int32)  # as its capturable mode saves it
+                for group in run.optimizer.param_groups:
+                    group["step"] = 0
+                run.optimizer.load_state_dict(saved)
+            result[kind] = outcome(run, train(run, [2, 3])) | {"keys": keys}
+    return result
+
+
+def _has(name: str) -> bool:
+    with contextlib.suppress(ImportError, AttributeError):
+        pkgutil.resolve_name(name)
+        return True
+    return False
+
+
+def _scale_by_tensor(chunk_size: int, flag: torch.Tensor, lists: "list[list[torch.Tensor]]", scale: torch.Tensor):
+    """What Transformer Engine's ``multi_tensor_scale_tensor`` does: a factor that is still on the device."""
+    for source, target in zip(*lists):
+        target.copy_(source * scale)
 
 
 def patched(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
@@ -217,6 +266,7 @@ def background(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[s
 SCENARIO_KINDS = {
     "background": background,
     "compare": compare,
+    "fused_adam": fused_adam,
     "patched": patched,
     "reload": reload,
     "resume": resume,

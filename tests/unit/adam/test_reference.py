@@ -81,6 +81,7 @@ def test_scalars_accept_tensors_and_refuse_step_zero():
     "option",
     [
         {"amsgrad": True},
+        {"bias_correction": False},
         {"maximize": True},
         {"differentiable": True},
         {"decoupled_weight_decay": False},

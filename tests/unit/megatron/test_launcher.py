@@ -70,6 +70,13 @@ def test_an_option_that_offload_refuses_is_told_in_one_line(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_help_shows_our_flags_beside_megatrons_and_bare_percent_signs():
+    done = run("pretrain_gpt", "--help")
+    assert done.returncode == 0, done.stderr[-2000:]
+    text = " ".join(done.stdout.split())
+    assert "headroom (e.g. 1.10 = 10%)" in text and "--mlp-offload-path DIR" in text
+
+
 def test_a_flag_that_nobody_knows_is_refused():
     done = run("pretrain_gpt", *TINY.split(), "--num-layrs", "2")
     assert done.returncode == 2
