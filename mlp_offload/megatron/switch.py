@@ -56,8 +56,13 @@ def check(args: Namespace) -> "OffloadConfig | None":
 
     validate(args)
     config = from_arguments(args)
-    if getattr(args, "async_save", False):  # a disk that is too small is an error now and not at the first save
-        config = config.replace(snapshots=True)
+    if getattr(args, "async_save", False):
+        if getattr(args, "async_strategy", "mcore") != "mcore":
+            raise ConfigError(
+                f"--async-save with --async-strategy {args.async_strategy} has a writer of its own, which cannot read state "
+                "that is on storage: add --async-strategy mcore"
+            )
+        config = config.replace(snapshots=True)  # a disk that is too small is an error now and not at the first save
     check_directories([path.resolved_directory() for path in config.paths])
     return config
 

@@ -74,3 +74,13 @@ def test_a_value_in_a_file_is_told_with_the_file(monkeypatch, tmp_path):
 def test_a_mode_that_does_not_exist_is_told_with_those_that_do(monkeypatch):
     with pytest.raises(ConfigError, match="--optimizer-offload 'on': must be one of none, mlp"):
         switch.check(parse(monkeypatch, "--optimizer-offload", "on"))
+
+
+def test_saving_in_the_background_reserves_room_and_needs_the_writer_that_reads_storage(monkeypatch, tmp_path):
+    args = parse(monkeypatch, "--optimizer-offload", "mlp", f"--mlp-offload-path={tmp_path}")
+    assert not switch.check(args).snapshots
+    args.async_save, args.async_strategy = True, "mcore"
+    assert switch.check(args).snapshots
+    args.async_strategy = "nvrx"
+    with pytest.raises(ConfigError, match="add --async-strategy mcore"):
+        switch.check(args)
