@@ -19,7 +19,7 @@ import torch
 
 from . import _native
 from .adam.remainder import join
-from .errors import CapacityError, ChecksumError, OffloadError, PathIOError
+from .errors import CapacityError, ChecksumError, PathIOError
 from .pipeline import StepPipeline
 from .plan.placement import snapshot_slots, weights_a_slot
 from .plan.subgroups import Subgroup
@@ -145,20 +145,17 @@ class Snapshot:
 
 
 def take_snapshot(pipeline: StepPipeline, works: "Mapping[str, AdamWork]") -> Snapshot:
-    """Keep the state as it is now, of every space, until the snapshot is released.
+    """Keep the state as it is now, of every space, until the snapshot is released. Several may be held at once.
 
     Waits for flushes under way, and for copies of what is only in host memory and of bf16 weights whose records hold
     remainders (with the weights they are 10 + 2 bytes a parameter).
 
     Raises:
-        OffloadError: another snapshot is held.
         CapacityError: the paths have no room for the copies and for the steps until the release; nothing is held.
         WeightsChangedError: a weight was changed by other hands.
         PathIOError: a copy cannot be written; nothing is held.
     """
     tiers = pipeline.tiers
-    if tiers.pinned:
-        raise OffloadError("a snapshot is held already; release it (end its checkpoint) before the next one is taken")
     tiers.settle()
     spaces = {name: list(zip(pipeline.indices(name), subgroups)) for name, subgroups in pipeline.subgroups.items()}
     copied = [i for i, entry in enumerate(tiers.table) if entry.where is Where.HOST]

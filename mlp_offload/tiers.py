@@ -121,7 +121,8 @@ class Tiers:
     table: "list[Entry]" = field(default_factory=list)
     fetches: "list[Flight]" = field(default_factory=list)
     flushes: "list[Flight]" = field(default_factory=list)
-    pinned: "dict[tuple[int, int], bool]" = field(default_factory=dict)  # (path, slot) -> free it when unpinned
+    pinned: "dict[tuple[int, int], int]" = field(default_factory=dict)  # (path, slot) -> how many snapshots hold it
+    retired: "set[tuple[int, int]]" = field(default_factory=set)  # those of them that hold no newest copy
     hung: bool = False
 
     def homes_on(self, path: int) -> int:
@@ -242,12 +243,17 @@ class Tiers:
 
     def pin(self, path: int, slot: int) -> None:
         """The slot's bytes stay as they are until ``unpin``, also when its subgroup is flushed elsewhere."""
-        self.pinned[path, slot] = False
+        self.pinned[path, slot] = self.pinned.get((path, slot), 0) + 1
 
     def unpin(self, path: int, slot: int) -> None:
-        """Free the slot unless it holds a subgroup's newest copy."""
-        if self.pinned.pop((path, slot), False) and self.files:
-            self.files[path].free(slot)
+        """Undo one ``pin``; with the last, the slot is free unless it holds a subgroup's newest copy."""
+        self.pinned[path, slot] -= 1
+        if not self.pinned[path, slot]:
+            del self.pinned[path, slot]
+            if (path, slot) in self.retired:
+                self.retired.remove((path, slot))
+                if self.files:
+                    self.files[path].free(slot)
 
     def write_copy(self, lease: Lease, nbytes: int) -> "tuple[int, int, int | None]":
         """Write the first ``nbytes`` of a buffer to a slot that is pinned at once; (path, slot, checksum) when it is there.
@@ -266,7 +272,8 @@ class Tiers:
         except PathIOError:
             file.free(slot)
             raise
-        self.pinned[path, slot] = True
+        self.pin(path, slot)
+        self.retired.add((path, slot))
         return path, slot, checksum
 
     def padded(self, nbytes: int) -> int:
@@ -327,7 +334,7 @@ class Tiers:
 
     def _free_slot(self, entry: Entry) -> None:
         if (entry.path, entry.slot) in self.pinned:
-            self.pinned[entry.path, entry.slot] = True
+            self.retired.add((entry.path, entry.slot))
         elif entry.slot >= 0:
             self.files[entry.path].free(entry.slot)
 

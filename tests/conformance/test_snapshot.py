@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mlp_offload import OffloadedAdamW
-from mlp_offload.errors import CapacityError, ChecksumError, OffloadError, WeightsChangedError
+from mlp_offload.errors import CapacityError, ChecksumError, WeightsChangedError
 from mlp_offload.snapshot import take_snapshot
 from mlp_offload.tiers import Where
 
@@ -134,13 +134,33 @@ def test_room_that_was_reserved_at_the_start_is_enough(make):
     assert [file.slot_count for file in optimizer._pipeline.tiers.files] == slots
 
 
-def test_one_at_a_time_and_not_of_weights_that_were_touched(make):
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_several_at_once(make, first_out):
+    optimizer, params = make()
+    held, expected = [], []
+    for step in range(3):
+        train(optimizer, params, [2 * step])
+        for _ in range(1 + (step == 1)):  # twice of one moment
+            held.append(snapshot_of(optimizer))
+            expected.append(state(optimizer))
+    train(optimizer, params, [10, 11])
+    while held:
+        for snapshot, before in zip(held, expected):
+            assert_equal(contents(snapshot.source(), optimizer), before)
+        where = first_out * (len(held) - 1)
+        held.pop(where).release()
+        expected.pop(where)
+        train(optimizer, params, [12])
+    tiers = optimizer._pipeline.tiers
+    tiers.settle()
+    assert not tiers.pinned and not tiers.retired
+    stored = sum(entry.where is Where.STORED for entry in tiers.table)
+    assert sum(file.slot_count - file.free_count for file in tiers.files) == stored
+
+
+def test_not_of_weights_that_were_touched(make):
     optimizer, params = make()
     train(optimizer, params, range(2))
-    snapshot = snapshot_of(optimizer)
-    with pytest.raises(OffloadError, match="held already"):
-        snapshot_of(optimizer)
-    snapshot.release()
     params[1].data[4000] += 1
     with pytest.raises(WeightsChangedError):
         snapshot_of(optimizer)
