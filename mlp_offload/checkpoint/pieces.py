@@ -121,6 +121,8 @@ class DeferredTensor(torch.Tensor):
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         if function is torch.ops.aten.detach.default:
             return DeferredTensor(args[0].piece, args[0].source)
+        if function is torch.ops.aten.is_pinned.default:  # plans ask for it
+            return False
         args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.read, (args, kwargs or {}))
         return function(*args, **kwargs)
 

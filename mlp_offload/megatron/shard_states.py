@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from ..checkpoint.pieces import StoredPiece
-from ..errors import ConfigError
+from ..errors import ConfigError, OffloadError
 from ..pipeline import StepPipeline
 from ..plan.subgroups import Segment, Subgroup
 from ..updates import AdamWork
@@ -33,6 +34,7 @@ class ShardStates:
         for subgroup in pipeline.subgroups[space]:
             for segment in subgroup.segments:
                 self._pieces[segment.shard].append((subgroup, segment))
+        self._pid = os.getpid()
         self._kept: "tuple[int, dict[str, torch.Tensor]] | None" = None
         self._staged: "dict[int, Mapping[str, torch.Tensor]]" = {}
 
@@ -43,6 +45,11 @@ class ShardStates:
     @contextlib.contextmanager
     def arrays(self, subgroup: int) -> "Iterator[dict[str, torch.Tensor]]":
         """``main_param``, ``exp_avg`` and ``exp_avg_sq`` of a subgroup, fp32; valid inside the ``with`` block."""
+        if os.getpid() != self._pid:
+            raise OffloadError(
+                "offloaded state can be read by the process that trains only, and this is a fork of it: save with a strategy "
+                "of Megatron that was made after mlp_offload.megatron.install, and without --async-save"
+            )
         which = self._pipeline.subgroups[self._space][subgroup]
         with self._pipeline.read(self._space, which) as view:
             yield self._work.read(which, view)

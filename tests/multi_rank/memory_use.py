@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import resharding
@@ -66,10 +67,13 @@ def memory(training: "Callable[..., Any]", scenario: "dict[str, Any]", offload: 
         with resharding.model_settings(model):
             with training("ours", layout, offload | options) as run:
                 run.step(0)
-                with PeakMemory() as peak:
+                pipeline = run.optimizer.chained_optimizers[0].pipeline
+                reads = mock.patch.object(pipeline, "read", side_effect=pipeline.read)
+                with PeakMemory() as peak, reads as counted:
                     resharding.save_as_training_does(run, place, kind)
                 saved = run.state_hash()
                 result["save"] = {"growth": peak.growth, "children": peak.children, "samples": peak.samples}
+                result["reads"] = counted.call_count
             with training("ours", layout, offload | options) as run:
                 with PeakMemory() as peak:
                     run.load(str(place), kind)
@@ -78,5 +82,6 @@ def memory(training: "Callable[..., Any]", scenario: "dict[str, Any]", offload: 
                 (part,) = run.optimizer.chained_optimizers
                 subgroups = part.pipeline.subgroups["dense"]
                 result["state_bytes"] = 12 * sum(subgroup.numel for subgroup in subgroups)
+                result["subgroup_count"] = len(subgroups)
                 result["subgroup_bytes"] = 12 * max(subgroup.numel for subgroup in subgroups)
     return result

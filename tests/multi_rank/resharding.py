@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import re
 from collections import defaultdict
@@ -18,6 +19,11 @@ from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mlp_offload.checkpoint import pieces
+from mlp_offload.errors import OffloadError, PathIOError
+from mlp_offload.megatron import streaming
 
 BEFORE, AFTER = (0, 1, 2, 3, 4), (5, 6, 7, 8, 9)
 KEYS = ("param", "exp_avg", "exp_avg_sq")
@@ -34,7 +40,12 @@ def save(training: "Callable[..., Any]", scenario: "dict[str, Any]", offload: "d
         for number in BEFORE:
             run.step(number)
         run.weights_hash()  # gathers what is still to be gathered
-        save_as_training_does(run, directory, scenario["format"])
+        if scenario["by"] == "ours" and not scenario.get("hooked", True):
+            streaming.remove_hooks()
+        try:
+            save_as_training_does(run, directory, scenario["format"])
+        except CheckpointException as error:
+            return {"error": str(error)}
         return {"whole": whole_state(run)}
 
 
@@ -50,11 +61,46 @@ def save_as_training_does(run: Any, directory: Path, format: str) -> None:
 def load(training: "Callable[..., Any]", scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
     """Load what ``save`` wrote, and train on."""
     layout = tiny_gpt.Layout(**scenario["layout"])
+    if not (Path(scenario["checkpoint"]) / ".metadata").exists():
+        return {"error": "there is no checkpoint"}
     with model_settings(scenario["model"]), training(scenario["by"], layout, offload) as run:
         run.load(scenario["checkpoint"], scenario["format"])
         whole = whole_state(run)
         steps = [[step.loss, step.grad_norm] for step in map(run.step, AFTER)]
         return {"whole": whole, "steps": steps, "weights": run.weights_hash(), "state": run.state_hash()}
+
+
+def failing(training: "Callable[..., Any]", scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
+    """On the last rank reading the state fails while it is saved, then while it is loaded; what each rank is told."""
+    directory, layout, result = Path(scenario["checkpoint"]), tiny_gpt.Layout(), {}
+    for name in ("save", "load"):
+        if dist.get_rank() == 0:
+            (directory / name).mkdir(parents=True)
+    dist.barrier()
+    last = dist.get_rank() == dist.get_world_size() - 1
+
+    def no_disk(*args: Any) -> None:
+        raise PathIOError("/path/state", "read", 0, 4096, errno.EIO)
+
+    with training("ours", layout, offload) as run:
+        run.step(0)
+        save_as_training_does(run, directory / "load", "dp_reshardable")
+        with mock.patch.object(pieces.Piece, "of", no_disk) if last else contextlib.nullcontext():
+            try:
+                save_as_training_does(run, directory / "save", "dp_reshardable")
+            except CheckpointException as error:
+                result["save"] = str(error)
+        result["complete"] = (directory / "save" / ".metadata").exists()
+        before = run.state_hash()
+        run.step(1)  # training can go on after a save that failed
+        result["changed"] = run.state_hash() != before
+    broken = mock.patch.object(pieces.StoredPiece, "load", no_disk) if last else contextlib.nullcontext()
+    with training("ours", layout, offload) as run, broken:
+        try:
+            run.load(str(directory / "load"), "dp_reshardable")
+        except OffloadError as error:
+            result["load"] = str(error)
+    return result
 
 
 @contextlib.contextmanager

@@ -27,8 +27,12 @@ def _compare(
     }
 
 
-def _resume(saved_by: str, loaded_by: str, format: str, **layout: Any) -> "dict[str, Any]":
-    return {"kind": "resume", "saved_by": saved_by, "loaded_by": loaded_by, "format": format, "layout": layout}
+def _resume(
+    saved_by: str, loaded_by: str, format: str, before: int = 3, after: int = 2, change: bool = False, **layout: Any
+) -> "dict[str, Any]":
+    """``change``: after loading, learning rate and weight decay are set anew."""
+    ways = {"saved_by": saved_by, "loaded_by": loaded_by, "format": format}
+    return {"kind": "resume", **ways, "before": before, "after": after, "change": change, "layout": layout}
 
 
 def _reload(from_state_dict: bool, **layout: Any) -> "dict[str, Any]":
@@ -136,7 +140,12 @@ LAYOUTS: "dict[int, dict[str, dict[str, Any]]]" = {
     },
 }
 CHECKPOINTS: "dict[str, dict[str, Any]]" = {
-    "ours to ours": _resume("ours", "ours", "dp_reshardable"),
+    "ours to ours": _resume("ours", "ours", "dp_reshardable", before=5, after=5),
+    "saved at once": _resume("ours", "ours", "fully_reshardable", before=0),
+    "saved at once, ours to stock": _resume("ours", "stock", "dp_reshardable", before=0),
+    "after skipped steps": _resume("ours", "ours", "dp_reshardable", before=4, after=8, **_FP16, optimizer=DYNAMIC),
+    "after skipped steps, to stock": _resume("ours", "stock", "fully_reshardable", 4, 8, **_FP16, optimizer=DYNAMIC),
+    "other rates": _resume("ours", "ours", "dp_reshardable", change=True),
     "ours to ours, overlapped": _resume("ours", "ours", "dp_reshardable", overlap=True),
     "stock to ours": _resume("stock", "ours", "dp_reshardable"),
     "ours to stock": _resume("ours", "stock", "dp_reshardable"),

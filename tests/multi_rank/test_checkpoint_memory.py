@@ -38,6 +38,7 @@ def test_memory_is_two_subgroups(results, count, format, phase):
     budget = BUDGETS[count]
     for rank in results[count, format]:
         assert rank["state_bytes"] > 8 * budget
+        assert rank["reads"] == rank["subgroup_count"] > 50  # each one once
         assert rank[phase]["growth"] <= 2 * rank["subgroup_bytes"] + PLANS_BYTES < budget, rank
         assert rank[phase]["children"] == 0
         assert rank[phase]["samples"] > 10

@@ -16,3 +16,5 @@ def results(tmp_path_factory):
 def test_resumed_run_has_the_bits_of_the_uninterrupted_one(results, name):
     for rank in results[name]:
         assert rank["resumed"] == rank["uninterrupted"]
+        executed = [step["executed"] for step in rank["resumed"]["steps"]]
+        assert any(executed) and ("skipped" in name or all(executed))

@@ -173,22 +173,32 @@ def reload(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, 
 
 
 def resume(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
-    """Three steps, save, two more; then a fresh run that loads and does the two again."""
+    """Some steps, save, more; then a fresh run that loads and does the latter again."""
     layout, format, result = Layout(**scenario["layout"]), scenario["format"], {}
+    steps = list(range(scenario["before"] + scenario["after"]))
+    before, after = steps[: scenario["before"]], steps[scenario["before"] :]
     directory = [None]
     if dist.get_rank() == 0:
         directory = [tempfile.mkdtemp(dir=scenario["directory"])]
     dist.broadcast_object_list(directory)
     with training(scenario["saved_by"], layout, offload) as run:
-        train(run, [0, 1, 2])
+        train(run, before)
         run.save(directory[0], format)
-        saved = run.state_hash()
-        result["uninterrupted"] = outcome(run, train(run, [3, 4])) | {"saved": saved}
+        saved = run.state_hash() if before else None  # stock has no moments before its first step
+        change_rates(run, scenario["change"])
+        result["uninterrupted"] = outcome(run, train(run, after)) | {"saved": saved}
     with training(scenario["loaded_by"], layout, offload) as run:
         run.load(directory[0], format)
-        loaded = run.state_hash()
-        result["resumed"] = outcome(run, train(run, [3, 4])) | {"saved": loaded}
+        loaded = run.state_hash() if before else None
+        change_rates(run, scenario["change"])
+        result["resumed"] = outcome(run, train(run, after)) | {"saved": loaded}
     return result
+
+
+def change_rates(run: Training, change: bool) -> None:
+    """As the scheduler of a run with other options does after loading."""
+    for group in run.optimizer.param_groups if change else ():
+        group["lr"], group["weight_decay"] = group["lr"] * 0.3, group["weight_decay"] * 2
 
 
 def touched(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
@@ -272,6 +282,7 @@ SCENARIO_KINDS = {
     "resume": resume,
     "save": functools.partial(resharding.save, training),
     "load": functools.partial(resharding.load, training),
+    "failing": functools.partial(resharding.failing, training),
     "memory": functools.partial(memory_use.memory, training),
     "touched": touched,
     "unhooked": unhooked,
