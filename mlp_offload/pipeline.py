@@ -128,6 +128,10 @@ class StepPipeline:
                         advance(tiers.files[home].slot_bytes)
             tiers.settle()
 
+    def indices(self, space: str) -> range:
+        """Positions of the space's subgroups in the table of the tiers."""
+        return range(self._first[space], self._first[space] + len(self.subgroups[space]))
+
     # -------------------------------------------------------------------------------------- step
 
     def step(self, space: str, work: SubgroupWork) -> StepRecord:
@@ -143,8 +147,7 @@ class StepPipeline:
         self._check_usable()
         self._publish(everything=False)
         self._steps[space] += 1
-        first, count = self._first[space], len(self.subgroups[space])
-        indices = range(first, first + count)
+        indices = self.indices(space)
         residents = self.tiers.residency.residents
         self.balance.rehome([i for i in indices if i not in residents])
         cached = [i for i in indices if self.tiers.table[i].where is Where.HOST]
@@ -160,7 +163,7 @@ class StepPipeline:
             step=self._steps[space], host_memory_bytes=self.tiers.pool.region[1], started=time.monotonic()
         )
         record.hit_count = plan.hit_count
-        record.fetch_count = count - plan.hit_count
+        record.fetch_count = len(indices) - plan.hit_count
         self._records.append(record)
         with self._stop_on_error(f"step {plan.step}"):
             self._run(space, plan, work, record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from .adam.kernel import AdamKernel
+from .storage.numa import format_cpus, nodes_of
 from .storage.statefile import free_bytes
 from .tiers import RankContext, Tiers
 from .units import format_bytes
@@ -31,6 +33,7 @@ def describe(tiers: Tiers, rank: RankContext, kernel: AdamKernel) -> str:
         f"  host memory           {format_bytes(tiers.pool.region[1])}: {len(residency.residents)} resident subgroups "
         f"({share:.0%} of the state) and {residency.staging_count} buffers in motion",
         f"  Adam kernel           {kernel.variant}, threads: {kernel.threads}",
+        f"  cores                 {cores(rank)}",
     ]
     for index, (directory, file, rates) in enumerate(zip(tiers.directories, tiers.files, tiers.rates)):
         lines.append(
@@ -42,6 +45,20 @@ def describe(tiers: Tiers, rank: RankContext, kernel: AdamKernel) -> str:
     if not tiers.files:
         lines.append("  nothing goes to storage: host memory holds the whole state")
     return "\n".join(lines)
+
+
+def cores(rank: RankContext) -> str:
+    """The cores of this rank, with advice where its memory may end up far from them."""
+    cpus, nodes = os.sched_getaffinity(0), nodes_of()
+    text = format_cpus(cpus)
+    if nodes:
+        text += f" on NUMA node{'s' if len(nodes) > 1 else ''} {format_cpus(nodes)}"
+    if len(nodes) > 1 and rank.local_rank_count > 1:
+        text += (
+            "; not bound: buffers and the threads that use them may be on different nodes. Bind each rank to the node of "
+            "its GPU (srun --cpu-bind, numactl --cpunodebind)"
+        )
+    return text
 
 
 @contextmanager

@@ -121,6 +121,7 @@ class Tiers:
     table: "list[Entry]" = field(default_factory=list)
     fetches: "list[Flight]" = field(default_factory=list)
     flushes: "list[Flight]" = field(default_factory=list)
+    pinned: "dict[tuple[int, int], bool]" = field(default_factory=dict)  # (path, slot) -> free it when unpinned
     hung: bool = False
 
     def homes_on(self, path: int) -> int:
@@ -135,7 +136,7 @@ class Tiers:
     def start_fetch(self, index: int, lease: Lease, record: "StepRecord | None" = None) -> Flight:
         """Begin to read a stored subgroup into ``lease``."""
         entry, file = self.table[index], self.files[self.table[index].path]
-        future = file.read(entry.slot, lease, self._transfer_bytes(index, entry.path), checksum=self.config.checksums)
+        future = file.read(entry.slot, lease, self.transfer_bytes(index, entry.path), checksum=self.config.checksums)
         flight = Flight("fetch", index, entry.path, entry.slot, lease, future, entry.step, record)
         self.fetches.append(flight)
         return flight
@@ -155,7 +156,7 @@ class Tiers:
         if entry.checksum is not None and checksum is not None and checksum != entry.checksum:
             raise ChecksumError(
                 f"subgroup {flight.index} (step {entry.step}) on {file.path}, slot {flight.slot}, offset={file.offset(flight.slot)} "
-                f"bytes={self._transfer_bytes(flight.index, flight.path)}: crc32c of the bytes read is {checksum:#010x}, of those written {entry.checksum:#010x}. "
+                f"bytes={self.transfer_bytes(flight.index, flight.path)}: crc32c of the bytes read is {checksum:#010x}, of those written {entry.checksum:#010x}. "
                 "The path returned other bytes than it was given: stop using it and restart from the last checkpoint."
             )
         self._account(flight)
@@ -168,7 +169,7 @@ class Tiers:
             path = max(range(len(self.files)), key=lambda i: self.files[i].free_count)
         file = self.files[path]
         slot = file.allocate()
-        future = file.write(slot, lease, self._transfer_bytes(index, path), checksum=self.config.checksums)
+        future = file.write(slot, lease, self.transfer_bytes(index, path), checksum=self.config.checksums)
         flight = Flight("flush", index, path, slot, lease, future, step, record)
         self.table[index].where, self.table[index].lease = Where.FLUSHING, lease
         self.flushes.append(flight)
@@ -237,6 +238,41 @@ class Tiers:
             entry.where, entry.lease = Where.STORED, None
             lease.release()
 
+    # ------------------------------------------------------------------------------------ snapshots
+
+    def pin(self, path: int, slot: int) -> None:
+        """The slot's bytes stay as they are until ``unpin``, also when its subgroup is flushed elsewhere."""
+        self.pinned[path, slot] = False
+
+    def unpin(self, path: int, slot: int) -> None:
+        """Free the slot unless it holds a subgroup's newest copy."""
+        if self.pinned.pop((path, slot), False) and self.files:
+            self.files[path].free(slot)
+
+    def write_copy(self, lease: Lease, nbytes: int) -> "tuple[int, int, int | None]":
+        """Write the first ``nbytes`` of a buffer to a slot that is pinned at once; (path, slot, checksum) when it is there.
+
+        Raises:
+            PathIOError, PathTimeoutError
+        """
+        path = max(range(len(self.files)), key=lambda i: self.files[i].free_count)
+        file = self.files[path]
+        slot = file.allocate()
+        try:
+            checksum = file.write(slot, lease, nbytes, checksum=self.config.checksums).result()
+        except PathTimeoutError:
+            self.hung = True
+            raise
+        except PathIOError:
+            file.free(slot)
+            raise
+        self.pinned[path, slot] = True
+        return path, slot, checksum
+
+    def padded(self, nbytes: int) -> int:
+        """``nbytes`` rounded up to what every path can transfer."""
+        return round_up(nbytes, max(RECORD_ALIGNMENT, *(file.alignment for file in self.files)))
+
     def close(self) -> None:
         """Remove the state files and give the memory back. Safe to call twice and after errors."""
         # Whoever gave up on a call that hangs must not wait for it here again.
@@ -290,10 +326,12 @@ class Tiers:
             raise
 
     def _free_slot(self, entry: Entry) -> None:
-        if entry.slot >= 0:
+        if (entry.path, entry.slot) in self.pinned:
+            self.pinned[entry.path, entry.slot] = True
+        elif entry.slot >= 0:
             self.files[entry.path].free(entry.slot)
 
-    def _transfer_bytes(self, index: int, path: int) -> int:
+    def transfer_bytes(self, index: int, path: int) -> int:
         return round_up(self.subgroups[index].record_bytes, max(self.files[path].alignment, RECORD_ALIGNMENT))
 
     def _account(self, flight: Flight) -> None:
@@ -301,7 +339,7 @@ class Tiers:
             return
         directory = self.directories[flight.path]
         moved = flight.record.bytes_read if flight.phase == "fetch" else flight.record.bytes_written
-        moved[directory] = moved.get(directory, 0) + self._transfer_bytes(flight.index, flight.path)
+        moved[directory] = moved.get(directory, 0) + self.transfer_bytes(flight.index, flight.path)
         future = flight.future
         flight.record.add(flight.phase, flight.index, future.started_seconds, future.finished_seconds, directory)
 

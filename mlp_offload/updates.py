@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -188,20 +189,36 @@ class AdamWork:
         torch.from_numpy(state.exp_avg_sq).copy_(exp_avg_sq)
         self._sums[subgroup.index] = sums
 
+    def copy_weights(self, subgroup: Subgroup, out: torch.Tensor) -> None:
+        """Copy the subgroup's bf16 weights, to which the remainders in its record belong, to ``out`` (host, bf16).
+
+        Raises:
+            WeightsChangedError: they are not those that were written, so their masters cannot be known.
+        """
+        changed = np.flatnonzero(self._sum(subgroup) != self._sums[subgroup.index])
+        if len(changed):
+            self._refuse(subgroup, [subgroup.segments[i] for i in changed])
+        for s in subgroup.segments:
+            out[s.offset : s.offset + s.numel].copy_(self._weight(s))
+
     # ------------------------------------------------------------------------------------ helpers
 
     def _allowed(self, subgroup: Subgroup, changed: np.ndarray) -> "list[Segment]":
         """The segments at the positions ``changed``; raises where their masters may not start again."""
         segments = [subgroup.segments[i] for i in changed]
         if segments and not self._adopt_changes:
-            shards = ", ".join(str(s.shard) for s in segments[:8]) + (", ..." if len(segments) > 8 else "")
-            raise WeightsChangedError(
-                f"subgroup {subgroup.index}: the weights of {len(segments)} of its {len(subgroup.segments)} parts (of shards "
-                f"{shards}) were changed by other hands since the last step, and their fp32 masters with them: with "
-                "master_weights=remainder nobody but the optimizer may do that. Call reload_model_params() of the "
-                "optimizer after changing weights, or set master_weights to full, where the masters win"
-            )
+            self._refuse(subgroup, segments)
         return segments
+
+    @staticmethod
+    def _refuse(subgroup: Subgroup, segments: Sequence[Segment]) -> NoReturn:
+        shards = ", ".join(str(s.shard) for s in segments[:8]) + (", ..." if len(segments) > 8 else "")
+        raise WeightsChangedError(
+            f"subgroup {subgroup.index}: the weights of {len(segments)} of its {len(subgroup.segments)} parts (of shards "
+            f"{shards}) were changed by other hands since the last step, and their fp32 masters with them: with "
+            "master_weights=remainder nobody but the optimizer may do that. Call reload_model_params() of the "
+            "optimizer after changing weights, or set master_weights to full, where the masters win"
+        )
 
     def _restart(self, subgroup: Subgroup, state: StateView, segments: Collection[Segment]) -> None:
         """Let the weights be the masters of ``segments``."""

@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 # What a full disk, a full quota and a file-size limit say.
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_FALLOCATE_ERRNOS = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
-_FILL_BLOCK_BYTES = 8 * 2**20
+_FILL_BLOCK_BYTES = 2 * 2**20
+_RANDOM_BYTES = 2**16  # made at once
 _FILL_DEPTH = 8
 
 
@@ -187,7 +188,10 @@ class StateFile:
         with BufferPool(1, min(_FILL_BLOCK_BYTES, self.nbytes)) as pool:
             lease = pool.lease()
             try:
-                lease.array(0, lease.nbytes, np.uint8)[:] = np.frombuffer(os.urandom(lease.nbytes), np.uint8)
+                block = lease.array(0, lease.nbytes, np.uint8)
+                for start in range(0, lease.nbytes, _RANDOM_BYTES):  # in parts: all of it would be held twice
+                    part = block[start : start + _RANDOM_BYTES]
+                    part[:] = np.frombuffer(os.urandom(len(part)), np.uint8)
                 self._fill_from(lease, progress)
             except PathIOError as error:
                 self.close()

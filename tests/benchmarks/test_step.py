@@ -65,6 +65,9 @@ def test_all_systems_in_one_run(tmp_path):
         assert result["sequential"][key] == pytest.approx(12, rel=0.02)
         assert 0 < result["mlp"][key] < 12
         assert 0 < result["mlp_one_path"][key] < 12
+    drawn = tmp_path / "out.png"
+    subprocess.run([sys.executable, REPOSITORY / "benchmarks" / "plot.py", tmp_path / "out.json", drawn], check=True)
+    assert drawn.read_bytes().startswith(b"\x89PNG")
     assert result["sequential"]["losses"] == result["mlp"]["losses"]
     assert len(set(result["mlp"]["losses"])) == 4
 

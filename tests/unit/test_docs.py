@@ -24,11 +24,12 @@ ALLOWED = {
     "balance": {"plan", "telemetry", "tiers"},
     "updates": {"adam", "plan", "tiers", "transfers"},
     "pipeline": {"balance", "config", "opening", "plan", "storage", "telemetry", "tiers"},
+    "snapshot": {"_native", "adam", "pipeline", "plan", "storage", "tiers", "updates"},
     "startup": {"adam", "storage", "tiers"},
     "optimizer": {"adam", "config", "pipeline", "plan", "startup", "telemetry", "tiers", "transfers", "updates"},
     "megatron": {
         *("adam", "config", "optimizer", "pipeline", "plan", "startup", "storage", "telemetry", "tiers"),
-        *("transfers", "updates"),
+        *("snapshot", "transfers", "updates"),
     },
     "cli": {"config", "megatron"},
     "__init__": {"config", "optimizer"},
