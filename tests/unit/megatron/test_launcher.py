@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -46,9 +47,11 @@ def test_one_process_trains_with_offload_and_tells_its_losses(tmp_path):
     done = run(
         *("pretrain_gpt", *TINY.split(), "--use-distributed-optimizer", "--optimizer-offload", "mlp", *offload),
         *("--mlp-offload-subgroup-size", "3001", "--mlp-offload-host-memory", "600KiB"),
-        *("--mlp-offload-telemetry", str(tmp_path / "telemetry")),
+        *("--mlp-offload-telemetry", str(tmp_path / "telemetry"), "--log-params-norm"),
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    norms = [float(norm) for norm in re.findall(r"params norm: ([0-9.]+)", done.stdout)]
+    assert norms and all(5 < norm < 100 for norm in norms)  # 0 where the fp32 weights were not found
     steps = records(tmp_path / "telemetry")
     assert [step["iteration"] for step in steps] == [1, 2, 3]
     assert all(3 < step["loss"] < 7 and step["grad_norm"] > 0 for step in steps)
