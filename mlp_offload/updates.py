@@ -38,6 +38,7 @@ class AdamWork:
 
     Raises:
         ConfigError: a weight is not flat, contiguous and of a dtype that the kernel knows.
+        CapacityError: weights on a GPU, and host memory does not hold the staging.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class AdamWork:
         """Go on with ``weights`` in other memory.
 
         Raises:
-            ConfigError: as on construction.
+            ConfigError, CapacityError: as on construction.
         """
         for i, weight in enumerate(weights):
             if weight.dim() != 1 or not weight.is_contiguous() or weight.dtype not in DTYPE_CODES:
@@ -72,6 +73,7 @@ class AdamWork:
                     f"offload takes contiguous parameters in {', '.join(str(d) for d in DTYPE_CODES)}"
                 )
         self._weights = [w.detach() for w in weights]
+        self._transfers = None  # gives its memory back before the next takes some
         self._transfers = transfers_for(self._weights, self._subgroup_numel, self._reads_weights)
         self._weight_codes = np.array([DTYPE_CODES[w.dtype] for w in weights], np.int64)
 
