@@ -43,6 +43,9 @@ class Transfers(Protocol):
         0 is a gradient that does not exist; then the weight's address means nothing.
         """
 
+    def weight(self, segment: Segment) -> torch.Tensor:
+        """The weight of one segment as it was before the step, in host memory; waits for it."""
+
     def send(self, subgroup: Subgroup) -> None:
         """The kernel is done with the subgroup, the last that ``addresses`` was called for: its weights may leave."""
 
@@ -109,6 +112,9 @@ class HostTransfers:
         grads = [address(self._gradients[s.shard], s) for s in subgroup.segments]
         weights = [address(self._weights[s.shard], s) for s in subgroup.segments]
         return np.array(grads, np.int64), np.array(weights, np.int64)
+
+    def weight(self, segment: Segment) -> torch.Tensor:
+        return _of(self._weights[segment.shard], segment)
 
     def send(self, subgroup: Subgroup) -> None:
         pass
@@ -196,6 +202,10 @@ class CudaTransfers:
                 grads[i] = staging.gradient(segment, grad.dtype).data_ptr()
                 weights[i] = staging.weight(segment, weight.dtype).data_ptr()
         return grads, weights
+
+    def weight(self, segment: Segment) -> torch.Tensor:
+        with torch.cuda.stream(self._to_host):
+            return _of(self._weights[segment.shard], segment).cpu()
 
     def send(self, subgroup: Subgroup) -> None:
         staging = self._updating

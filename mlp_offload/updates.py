@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -111,7 +111,7 @@ class AdamWork:
 
     def update(self, subgroup: Subgroup, state: StateView) -> None:
         if state.remainder is None:
-            self._refresh(subgroup, state, self._stale)
+            self._refresh(subgroup, state, self._stale, self._transfers.weight)
         shards = np.array([s.shard for s in subgroup.segments], np.int64)
         rows = np.empty((len(shards), 7), np.int64)
         rows[:, 0] = [s.offset for s in subgroup.segments]
@@ -156,7 +156,7 @@ class AdamWork:
             WeightsChangedError: a weight was changed by other hands, so that its master cannot be known.
         """
         if state.remainder is None:
-            self._refresh(subgroup, state, stale)
+            self._refresh(subgroup, state, stale, self._weight)
             return _arrays(state)
         changed = np.flatnonzero(self._sum(subgroup) != self._sums[subgroup.index])
         return self._joined(subgroup, state, self._allowed(subgroup, changed))
@@ -235,12 +235,18 @@ class AdamWork:
             main_param[s.offset : s.offset + s.numel] = weight[s.offset : s.offset + s.numel]
         return {"main_param": main_param, "exp_avg": torch.from_numpy(state.exp_avg), "exp_avg_sq": exp_avg_sq}
 
-    def _refresh(self, subgroup: Subgroup, state: StateView, shards: Collection[int]) -> None:
+    @staticmethod
+    def _refresh(
+        subgroup: Subgroup,
+        state: StateView,
+        shards: Collection[int],
+        weight_of: "Callable[[Segment], torch.Tensor]",
+    ) -> None:
         """Make main_param of ``shards`` from the weights again, but keep it where it still rounds to the weight."""
         for s in subgroup.segments:
             if s.shard in shards:
                 main_param = torch.from_numpy(state.main_param)[s.offset : s.offset + s.numel]
-                weight = self._weight(s).cpu()
+                weight = weight_of(s).cpu()
                 main_param.copy_(torch.where(main_param.to(weight.dtype) == weight, main_param, weight.float()))
 
     def _weight(self, segment: Segment) -> torch.Tensor:

@@ -103,7 +103,8 @@ class Shuffled:
 def train(place: Place, kernel: AdamKernel, itemsize: int, states) -> "list[torch.Tensor]":
     """All weights after each step, then the whole state; then a step breaks off in the middle.
 
-    The dtype of gradients changes, a parameter may have none, and weights move to other memory between two steps.
+    The dtype of gradients changes, a parameter may have none, the trainer changes a weight, and weights move to other
+    memory between two steps.
 
     Args:
         itemsize: 2 = all weights are bf16 and records hold remainders.
@@ -124,9 +125,12 @@ def train(place: Place, kernel: AdamKernel, itemsize: int, states) -> "list[torc
             dtype = torch.float32 if step == 2 else torch.bfloat16
             noise = [torch.randn(n, generator=generator).to(dtype) for n in SHARDS]
             with place.trainer():
+                stale = [0, 3] if step == 4 else []  # the first of them has no gradient then
+                for i in stale:
+                    weights[i].copy_(place.put(noise[i].to(weights[i].dtype)))
                 gradients = place.later([place.put(g) if (i + step) % 4 else None for i, g in enumerate(noise)])
             scalars = adam_scalars(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=step)
-            work.begin(gradients, [scalars], [0] * len(SHARDS))
+            work.begin(gradients, [scalars], [0] * len(SHARDS), stale)
             states.step(work)
             work.end()
             with place.trainer():

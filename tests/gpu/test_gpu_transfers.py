@@ -8,7 +8,7 @@ import torch
 from transfer_runs import Piped, Place, Shuffled, train
 
 from mlp_offload.adam.kernel import AdamKernel
-from mlp_offload.transfers import CudaTransfers
+from mlp_offload.transfers import CudaTransfers, staging_bytes
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -33,7 +33,9 @@ def test_weights_on_a_gpu_get_the_bits_of_weights_in_host_memory(tmp_path, kind,
 
 
 def test_staging_is_pinned_and_given_back(caplog):
-    transfers = CudaTransfers([torch.zeros(1000, device="cuda")], 1000, reads_weights=True)
+    weights = [torch.zeros(1024, device="cuda")]
+    assert staging_bytes(weights, 1024) == 2 * 1024 * (4 + 4)
+    transfers = CudaTransfers(weights, 1024, reads_weights=True)
     memory = transfers._stagings[0]._weights
     assert memory.is_pinned() and not caplog.records
     del transfers
