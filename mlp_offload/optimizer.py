@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import os
@@ -21,8 +20,7 @@ from .plan.subgroups import Segment
 from .startup import describe
 from .telemetry import StepRecord
 from .tiers import RankContext
-from .transfers import staging_bytes
-from .units import format_bytes
+from .transfers import pin_memory, staging_bytes
 from .updates import AdamWork, main_itemsize
 
 log = logging.getLogger(__name__)
@@ -91,7 +89,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 {_SPACE: self._numels},
                 rank,
                 name=name,
-                reserved_bytes=staging_bytes(weights, self._subgroup_numel, 4),
+                reserved_bytes=staging_bytes(weights, self._subgroup_numel),
                 pin=pin_memory if weights and weights[0].is_cuda else None,
                 on_progress=on_progress,
                 main_itemsize=self._itemsize,
@@ -268,23 +266,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self._close()
         else:
             _close(self._pipeline, self._kernel)
-
-
-def pin_memory(address: int, nbytes: int) -> "Callable[[], object] | None":
-    """Pin host memory for CUDA and give what undoes it; where that is refused one warning, None, and slower copies."""
-    runtime = torch.cuda.cudart()
-    error = runtime.cudaHostRegister(address, nbytes, 0)
-    if error == runtime.cudaError.success:
-        return lambda: runtime.cudaHostUnregister(address)
-    log.warning(
-        "host memory: CUDA does not pin the %s of state buffers (%s); going on without, copies to and from them are slower",
-        format_bytes(nbytes),
-        runtime.cudaGetErrorString(error),
-    )
-    # The runtime keeps the error for whoever looks next, which would be an innocent kernel: look now, with one of ours.
-    with contextlib.suppress(RuntimeError, AssertionError):
-        torch.zeros(1, device="cuda")
-    return None
 
 
 def _close(pipeline: "StepPipeline | None", kernel: AdamKernel) -> None:

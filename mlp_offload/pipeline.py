@@ -177,6 +177,8 @@ class StepPipeline:
         waiting = list(plan.rows)
         to_fetch = [row.subgroup for row in plan.rows if not row.hit]
         fetches: "dict[int, Flight]" = {}
+        if waiting:  # the first gradients travel while the first state is fetched
+            work.prepare(subgroup_of[waiting[0].subgroup - first])
         while waiting:
             tiers.reap()
             # A subgroup whose flush of the step before is still under way has no good copy on its path yet.

@@ -6,21 +6,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from .plan.subgroups import Segment, Subgroup
+from .storage.buffers import BufferPool, Lease
 from .units import format_bytes
 
 log = logging.getLogger(__name__)
 
 STAGING_COUNT = 2
-"""Subgroups whose gradients (and weights) may be in staging at once: one updating, one on its way."""
+"""Subgroups whose gradients and weights may be in staging at once: one updating, one on its way."""
+
+_GRADIENT_ITEMSIZE = 4  # room for the widest: gradients may change their dtype from step to step
 
 
 class Transfers(Protocol):
@@ -33,10 +38,16 @@ class Transfers(Protocol):
         """Begin to bring what the kernel reads of a subgroup; does not wait."""
 
     def addresses(self, subgroup: Subgroup) -> "tuple[np.ndarray, np.ndarray]":
-        """Host addresses of gradient and weight, one a segment (0: no gradient); waits until they may be used."""
+        """Host addresses of gradient and weight, one a segment; waits until they may be used.
+
+        0 is a gradient that does not exist; then the weight's address means nothing.
+        """
+
+    def weight(self, segment: Segment) -> torch.Tensor:
+        """The weight of one segment as it was before the step, in host memory; waits for it."""
 
     def send(self, subgroup: Subgroup) -> None:
-        """The kernel is done with the subgroup: its weights may leave. Does not wait."""
+        """The kernel is done with the subgroup, the last that ``addresses`` was called for: its weights may leave."""
 
     def end(self) -> None:
         """Order all weights sent so far before later work on the caller's stream."""
@@ -47,27 +58,38 @@ def transfers_for(weights: Sequence[torch.Tensor], subgroup_numel: int, reads_we
 
     Args:
         reads_weights: the kernel needs the old weights beside the gradients.
+
+    Raises:
+        CapacityError: host memory does not hold the staging.
     """
     if any(w.is_cuda for w in weights):
         return CudaTransfers(weights, subgroup_numel, reads_weights)
     return HostTransfers(weights)
 
 
-def staging_bytes(weights: Sequence[torch.Tensor], subgroup_numel: int, grad_itemsize: int) -> int:
-    """Pinned host memory that the transfers take, bytes; 0 for tensors in host memory."""
+def staging_bytes(weights: Sequence[torch.Tensor], subgroup_numel: int) -> int:
+    """Host memory that the transfers of ``weights`` take, bytes; 0 for tensors in host memory."""
     if not any(w.is_cuda for w in weights):
         return 0
-    return STAGING_COUNT * subgroup_numel * (grad_itemsize + max(w.element_size() for w in weights))
+    return STAGING_COUNT * subgroup_numel * (_GRADIENT_ITEMSIZE + _weight_itemsize(weights))
 
 
-def pinned_memory(nbytes: int) -> "torch.Tensor | None":
-    """Pinned bytes, shape (nbytes,); None, and a warning, where they are refused."""
-    try:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        log.warning("no %s of pinned memory for staging (%s); going on, slower", format_bytes(nbytes), reason)
-        return None
+def pin_memory(address: int, nbytes: int, what: str = "state buffers") -> "Callable[[], object] | None":
+    """Pin host memory for CUDA and give what undoes it; where that is refused one warning, None, and slower copies."""
+    runtime = torch.cuda.cudart()
+    error = runtime.cudaHostRegister(address, nbytes, 0)
+    if error == runtime.cudaError.success:
+        return lambda: runtime.cudaHostUnregister(address)
+    log.warning(
+        "host memory: CUDA does not pin the %s of %s (%s); going on without, copies to and from them are slower",
+        format_bytes(nbytes),
+        what,
+        runtime.cudaGetErrorString(error),
+    )
+    # The runtime keeps the error for whoever looks next, which would be an innocent kernel: look now, with one of ours.
+    with contextlib.suppress(RuntimeError, AssertionError):
+        torch.zeros(1, device="cuda")
+    return None
 
 
 class HostTransfers:
@@ -91,6 +113,9 @@ class HostTransfers:
         weights = [address(self._weights[s.shard], s) for s in subgroup.segments]
         return np.array(grads, np.int64), np.array(weights, np.int64)
 
+    def weight(self, segment: Segment) -> torch.Tensor:
+        return _of(self._weights[segment.shard], segment)
+
     def send(self, subgroup: Subgroup) -> None:
         pass
 
@@ -98,94 +123,75 @@ class HostTransfers:
         self._gradients = ()
 
 
-@dataclass
 class _Staging:
-    """Pinned memory for what one subgroup's update reads and writes: its gradients and its weights.
+    """Host memory for what one subgroup's update reads and writes: its gradients and its weights.
 
     Segments keep their place in the subgroup, in slots as wide as the widest element.
+
+    Attributes:
+        arrived: after it the kernel may read gradients and weights, and write the weights.
+        sent: after it the weights may be overwritten.
+        subgroup: whose gradients it holds; None = free, behind ``sent``.
     """
 
-    gradients: torch.Tensor  # uint8
-    weights: torch.Tensor  # uint8
-    arrived: "torch.cuda.Event"  # after it the kernel may read, and write the weights
-    sent: "torch.cuda.Event"  # after it the weights may be overwritten
-    subgroup: int = -1
+    def __init__(self, lease: Lease, numel: int, weight_itemsize: int):
+        gradient_bytes = numel * _GRADIENT_ITEMSIZE
+        self._gradients = torch.from_numpy(lease.array(0, gradient_bytes, np.uint8))
+        self._weights = torch.from_numpy(lease.array(gradient_bytes, numel * weight_itemsize, np.uint8))
+        self._weight_itemsize = weight_itemsize
+        self.arrived = torch.cuda.Event()
+        self.sent = torch.cuda.Event()
+        self.subgroup: "int | None" = None
+
+    def gradient(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
+        return _slot(self._gradients, segment, dtype, _GRADIENT_ITEMSIZE)
+
+    def weight(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
+        return _slot(self._weights, segment, dtype, self._weight_itemsize)
 
 
 class CudaTransfers:
     """Weights and gradients on a GPU.
 
-    Order: what an update reads leaves after the caller's stream has made it (``begin``), into staging whose weights have
-    been sent (event ``sent``); the kernel starts when it has come (event ``arrived``); later work of the caller comes
-    after the last weight (``end``).
+    [Note: order of transfers] Gradients leave when the caller's stream has made them (``begin``). Old weights, and later
+    the kernel's new ones, enter staging whose last weights have been sent (event ``sent``); the kernel starts when all
+    has come (event ``arrived``). New weights leave when the kernel is done, so after all that the caller's stream did
+    with the old ones before ``begin``; its later work comes after the last weight (``end``). Copies of one direction
+    keep their order. ``tests/unit/test_transfers.py`` takes away each of these waits and sees it missed.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], subgroup_numel: int, reads_weights: bool):
         self._weights = weights
-        self._numel = subgroup_numel
         self._reads_weights = reads_weights
         self._device = weights[0].device
         self._to_host = torch.cuda.Stream(self._device)
         self._to_device = torch.cuda.Stream(self._device)
-        self._weight_itemsize = max(w.element_size() for w in weights)
-        self._grad_itemsize = 0
-        self._pin = True
-        self._stagings: "list[_Staging]" = []
-        self._updating: "_Staging | None" = None
+        itemsize = _weight_itemsize(weights)
+        pool = BufferPool(STAGING_COUNT, subgroup_numel * (_GRADIENT_ITEMSIZE + itemsize))
+        unpin = pin_memory(*pool.region, "staging for gradients and weights")
+        leases = [pool.lease() for _ in range(STAGING_COUNT)]
+        self._stagings = [_Staging(lease, subgroup_numel, itemsize) for lease in leases]
+        self._updating = self._stagings[0]
         self._gradients: "Sequence[torch.Tensor | None]" = ()
-
-    def _memory(self, nbytes: int) -> torch.Tensor:
-        memory = pinned_memory(nbytes) if self._pin else None
-        if memory is None:  # copies through pageable memory wait where these would not, and are right as well
-            self._pin = False
-            memory = torch.empty(nbytes, dtype=torch.uint8)
-        return memory
+        weakref.finalize(self, _give_back, os.getpid(), self._to_host, self._to_device, unpin, pool, leases)
 
     def begin(self, gradients: "Sequence[torch.Tensor | None]") -> None:
-        itemsize = max((g.element_size() for g in gradients if g is not None), default=1)
-        if itemsize > self._grad_itemsize:
-            self._to_device.synchronize()  # the staging that goes may still be on its way
-            self._grad_itemsize = itemsize
-            self._stagings = [
-                _Staging(
-                    self._memory(self._numel * itemsize),
-                    self._memory(self._numel * self._weight_itemsize),
-                    torch.cuda.Event(),
-                    torch.cuda.Event(),
-                )
-                for _ in range(STAGING_COUNT)
-            ]
         self._gradients = gradients
         self._to_host.wait_stream(torch.cuda.current_stream(self._device))
         for staging in self._stagings:
-            staging.subgroup = -1
+            staging.subgroup = None
 
     def prepare(self, subgroup: Subgroup) -> None:
-        if any(s.subgroup == subgroup.index for s in self._stagings):
-            return
-        staging = next((s for s in self._stagings if s.subgroup < 0), None)
-        if staging is None:
-            return  # both hold subgroups that are still to be updated; addresses() will fetch this one
-        self._copy_in(subgroup, staging)
-
-    def _copy_in(self, subgroup: Subgroup, staging: _Staging) -> None:
-        self._to_host.wait_event(staging.sent)
-        with torch.cuda.stream(self._to_host):
-            for segment in subgroup.segments:
-                grad, weight = self._gradients[segment.shard], self._weights[segment.shard]
-                if grad is None:
-                    continue
-                self._part(staging.gradients, segment, grad.dtype).copy_(_of(grad, segment), non_blocking=True)
-                if self._reads_weights:
-                    self._part(staging.weights, segment, weight.dtype).copy_(_of(weight, segment), non_blocking=True)
-            staging.arrived.record(self._to_host)
-        staging.subgroup = subgroup.index
+        if self._holding(subgroup.index) is None:
+            free = self._holding(None)
+            if free is not None:  # else both hold others that are still to be updated; addresses() will bring this one
+                self._bring(subgroup, free)
 
     def addresses(self, subgroup: Subgroup) -> "tuple[np.ndarray, np.ndarray]":
-        staging = next((s for s in self._stagings if s.subgroup == subgroup.index), None)
-        if staging is None:  # it was not prepared, or came before its turn
-            staging = next((s for s in self._stagings if s.subgroup < 0), self._stagings[0])
-            self._copy_in(subgroup, staging)
+        staging = self._holding(subgroup.index)
+        if staging is None:  # it comes before its turn; one that was prepared for later is brought again
+            staging = self._holding(None) or self._stagings[0]
+            self._bring(subgroup, staging)
         staging.arrived.synchronize()
         self._updating = staging
         grads = np.zeros(len(subgroup.segments), np.int64)
@@ -193,29 +199,75 @@ class CudaTransfers:
         for i, segment in enumerate(subgroup.segments):
             grad, weight = self._gradients[segment.shard], self._weights[segment.shard]
             if grad is not None:
-                grads[i] = self._part(staging.gradients, segment, grad.dtype).data_ptr()
-                weights[i] = self._part(staging.weights, segment, weight.dtype).data_ptr()
+                grads[i] = staging.gradient(segment, grad.dtype).data_ptr()
+                weights[i] = staging.weight(segment, weight.dtype).data_ptr()
         return grads, weights
+
+    def weight(self, segment: Segment) -> torch.Tensor:
+        with torch.cuda.stream(self._to_host):
+            return _of(self._weights[segment.shard], segment).cpu()
 
     def send(self, subgroup: Subgroup) -> None:
         staging = self._updating
         with torch.cuda.stream(self._to_device):
-            for segment in subgroup.segments:
+            for segment in self._stepped(subgroup):
                 weight = self._weights[segment.shard]
-                if self._gradients[segment.shard] is not None:
-                    part = self._part(staging.weights, segment, weight.dtype)
-                    _of(weight, segment).copy_(part, non_blocking=True)
+                _of(weight, segment).copy_(staging.weight(segment, weight.dtype), non_blocking=True)
             staging.sent.record(self._to_device)
-        staging.subgroup = -1  # free for the next one, behind ``sent``
+        staging.subgroup = None
 
     def end(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._to_device)
         self._gradients = ()
 
-    def _part(self, memory: torch.Tensor, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
-        start = segment.offset * (memory.numel() // self._numel)
-        return memory[start : start + segment.numel * dtype.itemsize].view(dtype)
+    def _bring(self, subgroup: Subgroup, staging: _Staging) -> None:
+        with torch.cuda.stream(self._to_host):
+            for segment in self._stepped(subgroup):
+                grad = self._gradients[segment.shard]
+                staging.gradient(segment, grad.dtype).copy_(_of(grad, segment), non_blocking=True)
+            self._to_host.wait_event(staging.sent)  # after the gradients: they may come while the last weights leave
+            if self._reads_weights:
+                for segment in self._stepped(subgroup):
+                    weight = self._weights[segment.shard]
+                    staging.weight(segment, weight.dtype).copy_(_of(weight, segment), non_blocking=True)
+            staging.arrived.record(self._to_host)
+        staging.subgroup = subgroup.index
+
+    def _holding(self, subgroup: "int | None") -> "_Staging | None":
+        return next((s for s in self._stagings if s.subgroup == subgroup), None)
+
+    def _stepped(self, subgroup: Subgroup) -> "list[Segment]":
+        return [s for s in subgroup.segments if self._gradients[s.shard] is not None]
+
+
+def _give_back(
+    pid: int,
+    to_host: torch.cuda.Stream,
+    to_device: torch.cuda.Stream,
+    unpin: "Callable[[], object] | None",
+    pool: BufferPool,
+    leases: Sequence[Lease],
+) -> None:
+    """Give the memory of all staging back when nothing moves through it any more."""
+    if pid != os.getpid():  # a forked child has neither the memory nor CUDA
+        return
+    to_host.synchronize()  # a step that failed may have left something on its way
+    to_device.synchronize()
+    if unpin is not None:
+        unpin()
+    for lease in leases:
+        lease.release()
+    pool.close()
+
+
+def _slot(memory: torch.Tensor, segment: Segment, dtype: torch.dtype, itemsize: int) -> torch.Tensor:
+    start = segment.offset * itemsize
+    return memory[start : start + segment.numel * dtype.itemsize].view(dtype)
 
 
 def _of(shard: torch.Tensor, segment: Segment) -> torch.Tensor:
     return shard[segment.shard_offset : segment.shard_offset + segment.numel]
+
+
+def _weight_itemsize(weights: Sequence[torch.Tensor]) -> int:
+    return max(w.element_size() for w in weights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -41,6 +41,7 @@ class AdamWork:
 
     Raises:
         ConfigError: a weight is not flat, contiguous and of a dtype that the kernel knows.
+        CapacityError: weights on a GPU, and host memory does not hold the staging.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class AdamWork:
         """Go on with ``weights`` in other memory.
 
         Raises:
-            ConfigError: as on construction.
+            ConfigError, CapacityError: as on construction.
         """
         for i, weight in enumerate(weights):
             if weight.dim() != 1 or not weight.is_contiguous() or weight.dtype not in DTYPE_CODES:
@@ -77,6 +78,7 @@ class AdamWork:
                     f"offload takes contiguous parameters in {', '.join(str(d) for d in DTYPE_CODES)}"
                 )
         self._weights = [w.detach() for w in weights]
+        self._transfers = None  # gives its memory back before the next takes some
         self._transfers = transfers_for(self._weights, self._subgroup_numel, self._reads_weights)
         self._weight_codes = np.array([DTYPE_CODES[w.dtype] for w in weights], np.int64)
 
@@ -114,7 +116,7 @@ class AdamWork:
 
     def update(self, subgroup: Subgroup, state: StateView) -> None:
         if state.remainder is None:
-            self._refresh(subgroup, state, self._stale)
+            self._refresh(subgroup, state, self._stale, self._transfers.weight)
         shards = np.array([s.shard for s in subgroup.segments], np.int64)
         rows = np.empty((len(shards), 7), np.int64)
         rows[:, 0] = [s.offset for s in subgroup.segments]
@@ -159,7 +161,7 @@ class AdamWork:
             WeightsChangedError: a weight was changed by other hands, so that its master cannot be known.
         """
         if state.remainder is None:
-            self._refresh(subgroup, state, stale)
+            self._refresh(subgroup, state, stale, self._weight)
             return _arrays(state)
         changed = np.flatnonzero(self._sum(subgroup) != self._sums[subgroup.index])
         return self._joined(subgroup, state, self._allowed(subgroup, changed))
@@ -245,12 +247,18 @@ class AdamWork:
             main_param[s.offset : s.offset + s.numel] = weight[s.offset : s.offset + s.numel]
         return {"main_param": main_param, "exp_avg": torch.from_numpy(state.exp_avg), "exp_avg_sq": exp_avg_sq}
 
-    def _refresh(self, subgroup: Subgroup, state: StateView, shards: Collection[int]) -> None:
+    def _refresh(
+        self,
+        subgroup: Subgroup,
+        state: StateView,
+        shards: Collection[int],
+        weight_of: "Callable[[Segment], torch.Tensor]",
+    ) -> None:
         """Make main_param of ``shards`` from the weights again, but keep it where it still rounds to the weight."""
         for s in subgroup.segments:
             if s.shard in shards or s.shard in self._own_masters:
                 main_param = torch.from_numpy(state.main_param)[s.offset : s.offset + s.numel]
-                weight = self._weight(s).cpu()
+                weight = weight_of(s).cpu()
                 main_param.copy_(torch.where(main_param.to(weight.dtype) == weight, main_param, weight.float()))
 
     def _weight(self, segment: Segment) -> torch.Tensor:

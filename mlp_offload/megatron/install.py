@@ -18,10 +18,9 @@ from megatron.core.optimizer import optimizer as stock_module
 from ..adam.kernel import AdamKernel, default_threads
 from ..config import OffloadConfig
 from ..errors import ConfigError, SelfCheckError
-from ..optimizer import pin_memory
 from ..pipeline import RankContext, StepPipeline
 from ..startup import describe, progress
-from ..transfers import staging_bytes
+from ..transfers import pin_memory, staging_bytes
 from ..updates import main_itemsize
 from .chain import OffloadedChainedOptimizer
 from .distributed_optimizer import MLPDistributedOptimizer
@@ -212,8 +211,9 @@ def _start(config: OffloadConfig, parts: "list[MLPDistributedOptimizer]") -> Non
     if not spaces:
         return
     context = rank_context()
-    weights = [shard.weight for part in spaces.values() for shard in part.shards]
-    largest = min(config.subgroup_size, sum(weight.numel() for weight in weights))
+    weights_of = [[shard.weight for shard in part.shards] for part in spaces.values()]
+    weights = [weight for part in weights_of for weight in part]
+    staging = sum(staging_bytes(part, min(config.subgroup_size, sum(w.numel() for w in part))) for part in weights_of)
     resources = _Resources()
     try:
         kernel = AdamKernel(config.update_threads or default_threads(context.local_rank_count), config.adam_variant)
@@ -224,7 +224,7 @@ def _start(config: OffloadConfig, parts: "list[MLPDistributedOptimizer]") -> Non
                 config,
                 spaces={name: [shard.numel for shard in part.shards] for name, part in spaces.items()},
                 rank=context,
-                reserved_bytes=staging_bytes(weights, largest, 4),
+                reserved_bytes=staging,
                 pin=pin_memory if weights[0].is_cuda else None,
                 on_progress=show,
                 main_itemsize=main_itemsize(config.master_weights, weights),

@@ -17,7 +17,7 @@ ALLOWED = {
     "plan": {"config"},
     "storage": {"_native"},
     "adam": {"_native"},
-    "transfers": {"plan"},
+    "transfers": {"plan", "storage"},
     "rates": {"config", "storage"},
     "tiers": {"config", "plan", "rates", "storage", "telemetry"},
     "opening": {"config", "plan", "rates", "storage", "tiers"},

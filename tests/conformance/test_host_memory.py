@@ -1,6 +1,6 @@
 """Host memory is what was configured: beside a stateless optimizer, over twenty steps, and nothing in the page cache.
 
-python test_memory.py KIND DIRECTORY HOST_MEMORY    prints a line of JSON
+python test_host_memory.py KIND DIRECTORY HOST_MEMORY    prints a line of JSON
 """
 
 import ctypes

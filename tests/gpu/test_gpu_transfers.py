@@ -1,0 +1,42 @@
+"""Transfers on a real GPU, where the trainer's stream is late: the bits of tensors in host memory."""
+
+import contextlib
+from functools import partial
+
+import pytest
+import torch
+from transfer_runs import Piped, Place, Shuffled, train
+
+from mlp_offload.adam.kernel import AdamKernel
+from mlp_offload.transfers import CudaTransfers, staging_bytes
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="no CUDA device; tests/unit/test_transfers.py runs the same on a stand-in for the runtime",
+)
+DELAY_CYCLES = 20_000_000  # about 10 ms
+
+
+@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("kind", ["piped", "shuffled"])
+def test_weights_on_a_gpu_get_the_bits_of_weights_in_host_memory(tmp_path, kind, itemsize, own_stream):
+    states = partial(Piped, tmp_path) if kind == "piped" else partial(Shuffled, 0)
+    there = Place(put=lambda values: values.cuda(), delay=lambda: torch.cuda._sleep(DELAY_CYCLES))
+    stream = torch.cuda.stream(torch.cuda.Stream()) if own_stream else contextlib.nullcontext()
+    with AdamKernel(2) as kernel:
+        right = train(Place(), kernel, itemsize, states(itemsize=itemsize))
+        with stream:
+            seen = train(there, kernel, itemsize, states(itemsize=itemsize))
+    assert len(seen) == len(right)
+    assert all(map(torch.equal, seen, right))
+
+
+def test_staging_is_pinned_and_given_back(caplog):
+    weights = [torch.zeros(1024, device="cuda")]
+    assert staging_bytes(weights, 1024) == 2 * 1024 * (4 + 4)
+    transfers = CudaTransfers(weights, 1024, reads_weights=True)
+    memory = transfers._stagings[0]._weights
+    assert memory.is_pinned() and not caplog.records
+    del transfers
+    assert not memory.is_pinned()
