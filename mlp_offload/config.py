@@ -136,7 +136,7 @@ class OffloadConfig:
     )
     subgroup_size: int = _option(
         2**25,
-        "elements of a subgroup, the unit that is fetched, updated and flushed (12 bytes each)",
+        "elements of a subgroup, the unit that is fetched, updated and flushed (10 or 12 bytes each)",
         kind="int",
         least=1,
     )
