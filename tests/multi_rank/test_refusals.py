@@ -79,7 +79,7 @@ def test_megatrons_own_configs_are_checked(source, option):
 def test_every_option_is_one_that_some_megatron_has():
     """A rule with a misspelt name would never refuse anything."""
     known = {f for config in (OptimizerConfig, DistributedDataParallelConfig) for f in config.__dataclass_fields__}
-    only_arguments = {"log_params_norm", "use_torch_fsdp2", "use_custom_fsdp"}
+    only_arguments = {"async_save", "log_params_norm", "use_torch_fsdp2", "use_custom_fsdp"}
     newer = {"fp4_param_gather", "optimizer_cuda_graph", "use_layer_wise_distributed_optimizer"}
     if newer & known:
         newer = set()  # a release that has one of them has them all
