@@ -6,9 +6,13 @@ torch's own loader reads every stored tensor whole, and once for each part that 
 from __future__ import annotations
 
 import bisect
+import io
 import itertools
 import math
 import os
+import pickle
+import struct
+import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,10 +21,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from ..errors import ConfigError, PathIOError
 
@@ -28,6 +30,10 @@ _OPEN_FILES = 16
 _BLOCK_BYTES = 4 << 20  # what is read at once through a buffer of ours
 _DIRECT_BYTES = 256 << 10  # runs from this size on are read by themselves
 _ITEMSIZE = 4
+_ZIP_LENGTHS, _ZIP_HEADER = (
+    26,
+    30,
+)  # of a record's header: where the lengths of its name and extra field are, and its size
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,7 @@ class StoredTensors:
         start = self._starts[name, place]
         if start is None:  # stored in another way than Megatron stores fp32 state: read it whole, as torch does
             box = tuple(slice(a, a + n) for a, n in zip(low, part.shape))
-            part[...] = torch.load(_create_file_view(file, place, chunk.info.length), weights_only=True)[box].float()
+            part[...] = torch.load(_Window(file, place, chunk.info.length), weights_only=True)[box].float()
             return
         if not part.shape:
             low, part, shape = [0], part.reshape(1), (1,)
@@ -173,17 +179,68 @@ class StoredTensors:
             left, begin = left[count:], begin + count
 
 
+class _Window(io.RawIOBase):
+    """A part of a file, as a file of its own: what torch.save has written for one tensor."""
+
+    def __init__(self, file: BinaryIO, begin: int, nbytes: int):
+        self._file, self._begin, self._nbytes, self._position = file, begin, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence] + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = memoryview(buffer)[: max(0, self._nbytes - self._position)]
+        count = os.preadv(self._file.fileno(), [wanted], self._begin + self._position) if wanted else 0
+        self._position += count
+        return count
+
+
+class _Description(pickle.Unpickler):
+    """What torch.save says of a single tensor, without the tensor: (storage, offset, shape, strides)."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "_rebuild_tensor_v2":
+            return lambda storage, offset, shape, strides, *rest: (storage, offset, tuple(shape), tuple(strides))
+        return dict if name == "OrderedDict" else f"{module}.{name}"
+
+    def persistent_load(self, storage: Any) -> Any:
+        return storage
+
+
 def _start(file: BinaryIO, chunk: _Chunk) -> "int | None":
     """Where in the file a stored tensor's fp32 elements begin, in row-major order; None if they are not there like that."""
     if getattr(chunk.info, "transform_descriptors", None):
         return None
-    with FakeTensorMode():  # unpickles, and reads no elements
-        tensor = torch.load(_create_file_view(file, chunk.info.offset, chunk.info.length), weights_only=True)
-        begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-    plain = tensor.dtype == torch.float32 and tensor.is_contiguous() and tuple(tensor.shape) == chunk.shape
-    if begin is None or not plain:
-        return None
-    return chunk.info.offset + begin + tensor.storage_offset() * _ITEMSIZE
+    view = _Window(file, chunk.info.offset, chunk.info.length)
+    with zipfile.ZipFile(view) as archive:
+        records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
+        try:
+            storage, offset, shape, strides = _Description(io.BytesIO(archive.read(records["data.pkl"]))).load()
+            record = records[f"data/{storage[2]}"]
+        except (KeyError, TypeError, ValueError, pickle.UnpicklingError):
+            return None
+        plain = storage[1] == "torch.FloatStorage" and record.compress_type == zipfile.ZIP_STORED
+        if not plain or shape != chunk.shape or not _row_major(shape, strides):
+            return None
+    view.seek(record.header_offset + _ZIP_LENGTHS)
+    name_and_extra = sum(struct.unpack("<HH", view.read(4)))
+    begin = record.header_offset + _ZIP_HEADER + name_and_extra
+    return chunk.info.offset + begin + offset * _ITEMSIZE
+
+
+def _row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return all(n == 1 or a == b for n, a, b in zip(shape, strides, expected))
 
 
 def _runs(shape: Sequence[int], low: Sequence[int], part: np.ndarray) -> "Iterator[tuple[int, int, int, np.ndarray]]":

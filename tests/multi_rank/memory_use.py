@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 from collections.abc import Callable
@@ -26,6 +27,7 @@ class PeakMemory:
 
     def __enter__(self) -> "PeakMemory":
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed before would hide as much growth
         Path("/proc/self/clear_refs").write_text("5")  # forget the mark so far
         self._before = _status("self", "VmRSS")
         self._known = {child.pid for child in psutil.Process().children(recursive=True)}
