@@ -287,11 +287,16 @@ class MLPDistributedOptimizer(DistributedOptimizer):
     def load_state_dict(self, state_dict: "dict[str, Any]") -> None:
         """Load what ``state_dict`` or stock's saved; groups are matched by what they mean, not by their order.
 
+        Up to Megatron-Core 0.16 the groups of ``--decoupled-lr`` mean the same; those are matched by their order.
+
         Raises:
             ConfigError: a param group, or a shard's state, is not in the checkpoint.
         """
-        saved = {_identity(group): group for group in state_dict["optimizer"]["param_groups"]}
-        steps = {int(group["step"]) for group in saved.values() if group.get("step") is not None}
+        groups = state_dict["optimizer"]["param_groups"]
+        saved: "dict[tuple[Any, ...], list[dict[str, Any]]]" = {}
+        for group in groups:
+            saved.setdefault(_identity(group), []).append(group)
+        steps = {int(group["step"]) for group in groups if group.get("step") is not None}
         if len(steps) > 1:
             raise ConfigError(
                 f"checkpoint: param groups are at different steps {sorted(steps)}; load with --no-load-optim"
@@ -302,7 +307,9 @@ class MLPDistributedOptimizer(DistributedOptimizer):
                     f"checkpoint: no param group with {_identity(group)} (of {_identity_keys()}); it has "
                     f"{list(saved)}. Use the options of the saved run or load with --no-load-optim"
                 )
-            group.update({key: value for key, value in saved[_identity(group)].items() if key != "params"})
+            alike = saved[_identity(group)]
+            match = alike.pop(0) if len(alike) > 1 else alike[0]
+            group.update({key: value for key, value in match.items() if key != "params"})
             group["step"] = max(steps, default=0)
         if self.grad_scaler and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
