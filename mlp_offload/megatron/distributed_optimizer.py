@@ -299,25 +299,33 @@ class MLPDistributedOptimizer(DistributedOptimizer):
     def load_state_dict(self, state_dict: "dict[str, Any]") -> None:
         """Load what ``state_dict`` or stock's saved; groups are matched by what they mean, not by their order.
 
+        Up to Megatron-Core 0.16 the groups of ``--decoupled-lr`` mean the same; those are matched by their order.
+
         Raises:
             ConfigError: a param group, or a shard's state, is not in the checkpoint.
         """
         groups = state_dict["optimizer"]["param_groups"]
-        saved = {_identity(group): group for group in groups}
+        saved: "dict[tuple[Any, ...], list[dict[str, Any]]]" = {}
         # Parameters of experts are told apart only where they are spread, with an expert-parallel size above 1.
-        elsewhere = {_identity(group, ("is_expert_parallel",)): group for group in groups}
-        steps = {int(group["step"]) for group in saved.values() if group.get("step") is not None}
+        elsewhere: "dict[tuple[Any, ...], dict[str, Any]]" = {}
+        for group in groups:
+            saved.setdefault(_identity(group), []).append(group)
+            elsewhere[_identity(group, ("is_expert_parallel",))] = group
+        steps = {int(group["step"]) for group in groups if group.get("step") is not None}
         if len(steps) > 1:
             raise ConfigError(
                 f"checkpoint: param groups are at different steps {sorted(steps)}; load with --no-load-optim"
             )
         for group in self.param_groups:
-            found = saved.get(_identity(group)) or elsewhere.get(_identity(group, ("is_expert_parallel",)))
+            alike = saved.get(_identity(group), [])
+            found = alike[0] if alike else elsewhere.get(_identity(group, ("is_expert_parallel",)))
             if found is None:
                 raise ConfigError(
                     f"checkpoint: no param group with {_identity(group)} (of {_identity_keys()}); it has "
                     f"{list(saved)}. Use the options of the saved run or load with --no-load-optim"
                 )
+            if len(alike) > 1:
+                alike.pop(0)
             kept = {"params": group["params"], "is_expert_parallel": group.get("is_expert_parallel", False)}
             group.update(found | kept)
             group["step"] = max(steps, default=0)
