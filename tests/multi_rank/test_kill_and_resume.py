@@ -43,7 +43,7 @@ class Run:
             path.mkdir(parents=True)
 
     def start(self) -> "subprocess.Popen[bytes]":
-        self.life += 1
+        self.life, self.started = self.life + 1, time.time()
         self.log, self.record = self.directory / f"log{self.life}", self.directory / f"record{self.life}"
         script = str(REPOSITORY / "scripts" / "recorded_gpt.py")
         command = [
@@ -119,7 +119,7 @@ class Run:
         """A checkpoint that an earlier life left incomplete is being written again."""
         files = self.saved.glob(f"iter_{begun:07d}/*.distcp")
         return begun > self.last_complete() and any(
-            file.stat().st_mtime > self.record.stat().st_mtime for file in files
+            file.stat().st_mtime > self.started for file in files
         )
 
     def files(self) -> "set[str]":
