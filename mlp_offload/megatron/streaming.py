@@ -7,9 +7,7 @@ Two methods are wrapped, so that no training script has to choose a strategy, an
 2. ``load`` of the load strategies. Deferred tensors are taken out before, and come back as ``StoredPiece``s, which say
    where they are; the optimizer's ``load_state_dict`` then reads them, after the model has its weights.
 
-3. ``save`` and ``async_save`` of the save strategy. Asked to save in the background, the state is pinned where it is
-   (``snapshot``), and another process of Megatron's writes it from there while training goes on. Where the paths have no
-   room for that, the save is done before ``async_save`` returns, and says so.
+3. ``save`` and ``async_save`` of the save strategies; see ``background``.
 
 State dicts without deferred tensors go through stock code as if nothing were wrapped.
 """
@@ -19,14 +17,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 import os
 import queue
 from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -42,20 +37,11 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from ..checkpoint.pieces import DeferredTensor, StoredPiece, by_subgroup
 from ..checkpoint.stored import StoredTensors
-from ..errors import CapacityError, ConfigError, OffloadError
-from ..snapshot import Snapshot, SnapshotSource, take_snapshot
-
-if TYPE_CHECKING:
-    from .shard_states import ShardStates
-
-log = logging.getLogger(__name__)
+from ..errors import ConfigError, OffloadError
+from . import background
+from .state_dicts import deferred_in, without_deferred
 
 _LOADERS = (TorchDistLoadShardedStrategy, FullyParallelLoadStrategyWrapper)
-
-
-# None: nothing is being saved, or everything is written before the save returns. Else the save in the background.
-_background: "ContextVar[_Background | None]" = ContextVar("_background", default=None)
-_in_the_foreground: "ContextVar[bool]" = ContextVar("_in_the_foreground", default=False)
 
 
 def install_hooks() -> None:
@@ -74,7 +60,8 @@ def remove_hooks() -> None:
 
 def _hooks() -> "list[tuple[type, str, Callable[..., Any]]]":
     hooks = [(FileSystemWriterAsync, "prepare_write_data", _prepare_write_data)]
-    hooks += [(TorchDistSaveShardedStrategy, "save", _save), (TorchDistSaveShardedStrategy, "async_save", _async_save)]
+    hooks += [(TorchDistSaveShardedStrategy, "save", background.save)]
+    hooks += [(TorchDistSaveShardedStrategy, "async_save", background.async_save)]
     return hooks + [(strategy, "load", _load) for strategy in _LOADERS]
 
 
@@ -104,15 +91,15 @@ def _prepare_write_data(stock: "Callable[..., Any]", writer: FileSystemWriterAsy
     files = _files(writer, plan)
     # What is written at once is brought to the host one tensor after the other.
     entries = {name: ((item, _resolved(planner, item)) for item in items) for name, items in files.items()}
-    background = _background.get()
-    if background is not None and background.held:
+    save = background.current.get()
+    if save is not None and save.held:
         # In another process, and later: copies, because what they are copies of goes on changing.
         entries = {
             name: [(item, _resolved(planner, item, copy=True)) for item in items] for name, items in files.items()
         }
         writer.results_queue = _results_queue()
     arguments = [writer.checkpoint_dir, writer.transforms, entries, writer.results_queue]
-    if background is not None and not background.held:
+    if save is not None and not save.held:
         _write(*arguments)
         arguments = [writer.checkpoint_dir, writer.transforms, None, None]
     writer.get_save_function_and_args = lambda: (_write, None, arguments)
@@ -194,144 +181,24 @@ def _on_host(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
     return torch.from_numpy(flat.numpy()).view(tensor.dtype).view(tensor.shape)
 
 
-# ---------------------------------------------------------------------------------------------- in the background
-
-
-@dataclass
-class _Background:
-    """A save that is to be written in the background, and the snapshots that are held for it."""
-
-    held: "list[Snapshot]"
-
-    def release(self) -> None:
-        for snapshot in self.held:
-            snapshot.release()
-
-
-@dataclass(frozen=True)
-class _SnapshotState:
-    """A space of a snapshot as a ``StateSource``."""
-
-    source: SnapshotSource
-    space: str
-    travels = True
-
-    @contextlib.contextmanager
-    def arrays(self, subgroup: int) -> "Iterator[dict[str, torch.Tensor]]":
-        yield self.source.read(self.space, subgroup)
-
-
-def _save(stock: "Callable[..., Any]", *args: Any, **kwargs: Any) -> Any:
-    token = _in_the_foreground.set(True)  # stock's save calls async_save, and runs what it returns
-    try:
-        return stock(*args, **kwargs)
-    finally:
-        _in_the_foreground.reset(token)
-
-
-def _async_save(
-    stock: "Callable[..., Any]", strategy: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
-) -> Any:
-    sources = {id(s.data.source): s.data.source for _, s in _deferred(sharded_state_dict)}
-    if _in_the_foreground.get() or not sources:
-        return stock(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-    if inspect.signature(stock).bind(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs).arguments.get(
-        "async_strategy", _default(stock, "async_strategy")
-    ) not in (None, "mcore"):
-        raise ConfigError(
-            "--async-save of offloaded state works with --async-strategy mcore only; the strategy nvrx would write the state "
-            "that training has by then reached"
-        )
-    background = _Background([])
-    try:
-        snapshots = _snapshots(list(sources.values()), background.held)
-    except CapacityError as error:
-        log.warning("the checkpoint is not written in the background but now, and training waits for it: %s", error)
-    else:
-        sharded_state_dict = _with_sources(sharded_state_dict, snapshots)
-    token = _background.set(background)
-    try:
-        request = stock(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-    except BaseException:
-        background.release()
-        raise
-    finally:
-        _background.reset(token)
-    request.finalize_fns.append(background.release)
-    return request
-
-
-def _default(function: "Callable[..., Any]", name: str) -> Any:
-    parameter = inspect.signature(function).parameters.get(name)
-    return None if parameter is None else parameter.default
-
-
-def _snapshots(sources: "list[ShardStates]", held: "list[Snapshot]") -> "dict[int, _SnapshotState]":
-    """One snapshot a pipeline, which goes to ``held``; and what to read by id of each source."""
-    found: "dict[int, _SnapshotState]" = {}
-    try:
-        for pipeline in {id(source.pipeline): source.pipeline for source in sources}.values():
-            members = [source for source in sources if source.pipeline is pipeline]
-            held.append(take_snapshot(pipeline, {source.space: source.work for source in members}))
-            stored = held[-1].source()
-            found |= {id(source): _SnapshotState(stored, source.space) for source in members}
-    except BaseException:
-        while held:
-            held.pop().release()
-        raise
-    return found
-
-
-def _with_sources(tree: Any, sources: "dict[int, _SnapshotState]") -> Any:
-    """A copy whose deferred tensors read from ``sources``."""
-    if isinstance(tree, dict):
-        return {key: _with_sources(value, sources) for key, value in tree.items()}
-    if isinstance(tree, ShardedTensor) and isinstance(tree.data, DeferredTensor):
-        return replace(tree, data=DeferredTensor(tree.data.piece, sources[id(tree.data.source)]))
-    return tree
-
-
 # ---------------------------------------------------------------------------------------------- load
 
 
 def _load(
     stock: "Callable[..., Any]", strategy: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    deferred = list(_deferred(sharded_state_dict))
+    deferred = list(deferred_in(sharded_state_dict))
     if not deferred:
         return stock(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
     tensors = StoredTensors(Path(checkpoint_dir))
     stored = [(path, _stored(tensors, sharded)) for path, sharded in deferred]
-    loaded = stock(strategy, _without_deferred(sharded_state_dict), checkpoint_dir, *args, **kwargs)
+    loaded = stock(strategy, without_deferred(sharded_state_dict), checkpoint_dir, *args, **kwargs)
     for path, piece in stored:
         place = loaded
         for key in path[:-1]:
             place = place.setdefault(key, {})
         place[path[-1]] = piece
     return loaded
-
-
-def _deferred(tree: Any, path: "tuple[Any, ...]" = ()) -> "Iterator[tuple[tuple[Any, ...], ShardedTensor]]":
-    """Sharded tensors whose data is deferred, with their keys from the root on; they lie in dicts."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _deferred(value, (*path, key))
-    elif isinstance(tree, ShardedTensor) and isinstance(tree.data, DeferredTensor):
-        yield path, tree
-
-
-def _without_deferred(tree: Any) -> Any:
-    """A copy without them, and without dicts that held nothing else, which stock would look for in what it loaded."""
-    if not isinstance(tree, dict):
-        return tree
-    rest: "dict[Any, Any]" = {}
-    for key, value in tree.items():
-        if isinstance(value, ShardedTensor) and isinstance(value.data, DeferredTensor):
-            continue
-        kept = _without_deferred(value)
-        if kept or not isinstance(value, dict) or not value:
-            rest[key] = kept
-    return rest
 
 
 def _stored(tensors: StoredTensors, sharded: ShardedTensor) -> StoredPiece:
