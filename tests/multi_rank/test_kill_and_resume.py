@@ -118,9 +118,7 @@ class Run:
     def _overwrites(self, begun: int) -> bool:
         """A checkpoint that an earlier life left incomplete is being written again."""
         files = self.saved.glob(f"iter_{begun:07d}/*.distcp")
-        return begun > self.last_complete() and any(
-            file.stat().st_mtime > self.started for file in files
-        )
+        return begun > self.last_complete() and any(file.stat().st_mtime > self.started for file in files)
 
     def files(self) -> "set[str]":
         """All files below the checkpoint directory."""
