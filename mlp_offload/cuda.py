@@ -63,7 +63,7 @@ class CudaKernels:
     and stay as it is, until ``stream`` (a cudaStream_t; 0 is the default stream) has done the work.
 
     Args:
-        device: number of the CUDA device.
+        device: number of the CUDA device; best the one that is current, since CUDA takes memory on every device used.
         library: of the kernels.
 
     Raises:

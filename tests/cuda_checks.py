@@ -341,10 +341,13 @@ def norm_lists(seed: int = 0) -> "dict[str, list[torch.Tensor]]":
     for dtype in DTYPES:
         numels = (1, 3, 4, 5, 511, 512, 2048, 2052, 4097, 65535, 65536, 65537, 65540, 131076)
         lists[f"sizes {dtype}"] = [usual_values(n, dtype, generator) for n in numels]
-    lists["off the boundary"] = [usual_values(n + 1, torch.float32, generator)[1:] for n in (4, 2048, 65536, 70000)]
-    long, short = usual_values(131073, torch.bfloat16, generator), usual_values(6, torch.bfloat16, generator)
-    lists["a round ends amid a tensor"] = [long] * 107 + [short] * 120 + [long] * 3
-    lists["a round ends with its 110th tensor"] = [short] * 109 + [long] + [short] * 230
+    for numel in (2048, 40000, 65536, 70000, 131072):  # one at a time: each decides on the bits of its norm
+        lists[f"{numel} elements off the boundary"] = [usual_values(numel + 1, torch.float32, generator)[1:]]
+    long = usual_values(131073, torch.bfloat16, generator)
+    short = [usual_values(6, torch.bfloat16, generator) * 2.0 ** (i % 7) for i in range(350)]
+    lists["a round ends amid a tensor"] = [long] * 107 + short[:120] + [long] * 3
+    lists["rounds end with their 110th tensor"] = short
+    lists["a round ends with a long 110th tensor"] = [*short[:109], long, *short[109:300]]
     lists["not finite"] = [torch.tensor([1.0, float("inf"), 2.0]), torch.tensor([float("nan")])]
     lists["denormal"] = [usual_values(5000, torch.float32, generator) * 1e-40]
     lists["none"] = []

@@ -14,16 +14,18 @@ namespace mlp_offload::cuda {
 // [Note: rows as arguments] A launch gets its table of work as a kernel argument (up to 32764 bytes): copied at the
 // launch, so that nobody has to keep a table alive, pinned or on the device. Work of more rows takes several launches.
 template <class Row>
+constexpr int kMostRows = static_cast<int>((32764 - 2 * sizeof(std::int64_t)) / sizeof(Row));
+
+template <class Row, int kCapacity = kMostRows<Row>>
 struct Batch {
-  static constexpr int capacity = static_cast<int>((32764 - 2 * sizeof(std::int64_t)) / sizeof(Row));
   int count = 0;
   unsigned block_count = 0;
-  Row rows[capacity];
+  Row rows[kCapacity];
 };
 
 // The row that the calling block works on. Each row has blocks of its own, from first_block on.
-template <class Row>
-__device__ const Row& row_of_block(const Batch<Row>& batch) {
+template <class Row, int kCapacity>
+__device__ const Row& row_of_block(const Batch<Row, kCapacity>& batch) {
   int low = 0, high = batch.count;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
@@ -51,7 +53,7 @@ class Batcher {
     if (row.numel == 0) return;
     const std::int64_t quads = (row.numel + past + 3) / 4;
     const auto blocks = static_cast<unsigned>((quads + kTileQuads - 1) / kTileQuads);
-    if (batch_.count == Batch<Row>::capacity || batch_.block_count + blocks > 0x7fffffffu) finish();
+    if (batch_.count == kMostRows<Row> || batch_.block_count + blocks > 0x7fffffffu) finish();
     row.first_block = batch_.block_count;
     batch_.rows[batch_.count++] = row;
     batch_.block_count += blocks;

@@ -36,6 +36,8 @@ struct NormRow {
   bool aligned;
 };
 
+using NormRound = Batch<NormRow, kRoundTensors>;
+
 // Sum over the block, in thread 0.
 __device__ inline float block_sum(float mine) {
   __shared__ float sums[kNormThreads];
@@ -61,7 +63,7 @@ __device__ inline float load_one(const NormRow& row, std::int64_t i) {
 
 // One round. `inverse_scale` may be null: 1, which changes no bits.
 __global__ void __launch_bounds__(kNormThreads)
-    add_squares(const Batch<NormRow> __grid_constant__ batch, const float* inverse_scale, float* block_sums) {
+    add_squares(const NormRound __grid_constant__ batch, const float* inverse_scale, float* block_sums) {
   const NormRow& row = row_of_block(batch);
   const std::int64_t begin = (row.first_chunk + (blockIdx.x - row.first_block)) * kChunkNumel;
   const std::int64_t left = row.numel - begin, count = left < kChunkNumel ? left : kChunkNumel;
@@ -115,8 +117,7 @@ inline void run_norm(const NormTensor* tensors, std::int64_t tensor_count, std::
   float* const sums = reinterpret_cast<float*>(sums_address);
   clear(sums_address, kNormBlocks * sizeof(float), stream);
 
-  Batch<NormRow> round;
-  static_assert(Batch<NormRow>::capacity >= kRoundTensors, "a round must fit in a launch");
+  NormRound round;
   for (const NormTensor* t = tensors; t != tensors + tensor_count; ++t) {
     const std::int64_t chunk_count = (t->numel + kChunkNumel - 1) / kChunkNumel;
     for (std::int64_t chunk = 0; chunk != chunk_count;) {

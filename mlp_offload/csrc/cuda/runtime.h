@@ -27,18 +27,22 @@ inline void check(cudaError_t result, const char* call) {
                   std::to_string(static_cast<int>(result)) + ")");
 }
 
-// Makes `device` the calling thread's current one while it lives. torch's own runtime shares that setting.
+// Makes `device` the calling thread's current one while it lives. Callers that have it current already (as a rank has
+// after torch.cuda.set_device) are left alone: cudaSetDevice takes memory on a device that was not used before.
 class OnDevice {
  public:
-  explicit OnDevice(int device) {
+  explicit OnDevice(int device) : device_(device) {
     check(cudaGetDevice(&before_), "cudaGetDevice");
-    check(cudaSetDevice(device), "cudaSetDevice");
+    if (before_ != device_) check(cudaSetDevice(device_), "cudaSetDevice");
   }
-  ~OnDevice() { cudaSetDevice(before_); }
+  ~OnDevice() {
+    if (before_ != device_) cudaSetDevice(before_);
+  }
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:
+  const int device_;
   int before_ = 0;
 };
 
