@@ -56,5 +56,9 @@ class WeightsChangedError(OffloadError):
     """Weights and what is kept of their fp32 masters do not belong together: somebody else changed the weights."""
 
 
+class CudaError(OffloadError, RuntimeError):
+    """The CUDA kernels, a driver or a device is missing, or a call of CUDA failed; names the call and CUDA's reason."""
+
+
 class SelfCheckError(OffloadError):
     """A Megatron-Core internal that we rely on is missing, or a hook was not called."""

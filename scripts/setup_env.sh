@@ -69,6 +69,16 @@ system_packages() {
         say "not available; going on without"
 }
 
+# nvcc builds the CUDA kernels, with a GPU or without one; without nvcc their tests are skipped.
+cuda_compiler() {
+    if [ "$extra" != dev ] || [ -n "${NVCC:-}" ] || command -v nvcc >/dev/null || [ -x /usr/local/cuda/bin/nvcc ]; then
+        return 0
+    fi
+    say "installing nvcc 13.0 for the CUDA kernels (270 MB, optional)"
+    "${pip[@]}" 'nvidia-cuda-nvcc==13.0.*' 'nvidia-cuda-crt==13.0.*' 'nvidia-nvvm==13.0.*' \
+        'nvidia-cuda-runtime==13.0.*' >>"$log" 2>&1 || say "not available; going on without"
+}
+
 find_or_make_venv() {
     if ! "$venv/bin/python" -c '' 2>/dev/null; then
         local python
@@ -82,7 +92,7 @@ find_or_make_venv() {
 stamp() {
     { cat setup.cfg setup.py pyproject.toml scripts/setup_env.sh
       find mlp_offload/csrc -type f | LC_ALL=C sort | xargs cat
-      echo "${MLP_OFFLOAD_WERROR:-} $(ls /usr/include/liburing.h 2>/dev/null)"
+      echo "${MLP_OFFLOAD_WERROR:-} $(ls /usr/include/liburing.h 2>/dev/null) $(command -v "${NVCC:-nvcc}")"
     } | sha256sum | cut -d' ' -f1
 }
 
@@ -105,6 +115,7 @@ quietly "${pip[@]}" 'setuptools>=68' wheel 'pybind11>=2.12' 'torch>=2.6,<=2.13.0
 if [ "$modern" = 1 ] && ! "$venv/bin/python" -c 'import triton' 2>/dev/null; then
     quietly "${pip[@]}" triton
 fi
+cuda_compiler
 say "building and installing mlp-offload with [$extra]"
 quietly "${pip[@]}" --no-build-isolation --editable ".[$extra]"
 echo "$wanted" >"$stamp_file"

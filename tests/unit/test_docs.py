@@ -17,6 +17,7 @@ ALLOWED = {
     "plan": {"config"},
     "storage": {"_native"},
     "adam": {"_native"},
+    "cuda": {"adam"},
     "transfers": {"plan", "storage"},
     "rates": {"config", "storage"},
     "tiers": {"config", "plan", "rates", "storage", "telemetry"},

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "adam/segment.h"
 #include "adam/team.h"
 #include "adam/update.h"
 
@@ -17,15 +18,6 @@ namespace mlp_offload::adam {
 
 // Names of the variants that this processor runs, fastest first.
 std::vector<std::string> variants();
-
-// A row of the segments array: consecutive elements of the subgroup with one gradient, one weight and one group.
-// Addresses are of the segment's first element; grad_address 0: no gradient, the segment is left as it is;
-// weight_address 0: no weight is written.
-struct Segment {
-  std::int64_t offset_numel, numel, grad_address, weight_address, grad_dtype, weight_dtype, group;
-};
-constexpr int kSegmentColumnCount = 7;
-static_assert(sizeof(Segment) == kSegmentColumnCount * sizeof(std::int64_t), "a row is read as one Segment");
 
 class AdamKernel {
  public:
