@@ -26,7 +26,6 @@ except ModuleNotFoundError:  # Python 3.10
 MODES = ("none", "mlp")
 ENGINES = ("auto", "io_uring", "threads")
 VARIANTS = ("auto", "avx512", "avx2", "scalar")
-MASTER_WEIGHTS = ("remainder", "full")
 AUTO = "auto"
 
 
@@ -172,7 +171,7 @@ class OffloadConfig:
         "what is kept of a bf16 weight's fp32 master: remainder = the 16 bits that the weight lacks (10 bytes a parameter "
         "instead of 12, the same numbers; nobody but the optimizer may change the weights); full = all 32",
         kind="choice",
-        choices=MASTER_WEIGHTS,
+        choices=("remainder", "full"),
     )
     update_threads: int = _option(
         0, "threads of the Adam kernel; 0 = cores of the node / its ranks", kind="int", least=0
