@@ -172,6 +172,7 @@ class AdamWork:
 
         Raises:
             WeightsChangedError: a new ``main_param`` does not round to the weight.
+            ConfigError: a new ``exp_avg_sq`` is negative.
         """
         if state.remainder is None:
             yield _arrays(state)
@@ -180,6 +181,12 @@ class AdamWork:
         known = self._sums.get(subgroup.index, ~sums)
         arrays = self._joined(subgroup, state, [subgroup.segments[i] for i in np.flatnonzero(sums != known)])
         yield arrays
+        negative = int((arrays["exp_avg_sq"] < 0).sum())
+        if negative:  # its sign is spoken for, and a mean of squares has none
+            raise ConfigError(
+                f"subgroup {subgroup.index}: {negative} of {subgroup.numel} elements of exp_avg_sq are negative, which no "
+                "Adam step makes; the checkpoint is damaged"
+            )
         here = self._host_weights(subgroup)
         remainders, differ = torch.from_numpy(state.remainder), 0
         for block in _blocks(subgroup.numel):

@@ -296,6 +296,17 @@ def test_a_changed_bf16_weight_is_its_own_master(offloaded, through_data, load_a
             assert torch.equal(tensor, optimizer.state_dict()["state"][i][name]), (i, name)
 
 
+def test_a_negative_second_moment_is_refused_where_its_sign_means_something_else(offloaded):
+    (p,) = parameters(torch.bfloat16)[5:6]
+    optimizer = offloaded([p])
+    set_gradients([p], 1, missing=False)
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"][0]["exp_avg_sq"][3] = -1e-9
+    with pytest.raises(ConfigError, match="1 of 16 elements of exp_avg_sq are negative"):
+        optimizer.load_state_dict(state)
+
+
 def test_a_loaded_state_shares_nothing_with_where_it_came_from(offloaded):
     first, second = (
         offloaded([torch.nn.Parameter(torch.ones(9))], lr=torch.tensor(0.5)),
