@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import OffloadError
+from . import output
 
 PATCHES = Path(__file__).resolve().parents[1] / "patches"
 
@@ -118,11 +117,12 @@ def add_command(commands: Any) -> None:
     )
     patch.add_argument("action", choices=("check", "apply", "revert"))
     patch.add_argument("directory", metavar="DIR", type=Path, help="Megatron-LM checkout or site-packages directory")
-    patch.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    output.add_json(patch)
+    patch.set_defaults(execute=_execute)
 
 
-def run(action: str, directory: Path, as_json: bool = False) -> int:
-    """Do and tell what the command line says; the exit status is 1 where nothing could be done."""
+def _execute(options: argparse.Namespace) -> int:
+    action, directory = options.action, options.directory
     try:
         tree = examine(directory)
         back = action == "revert"
@@ -130,18 +130,13 @@ def run(action: str, directory: Path, as_json: bool = False) -> int:
         if action != "check":
             turn(tree, back)
             tree = examine(directory)
-    except (PatchError, OSError) as error:
-        message = str(error) if isinstance(error, PatchError) else f"{error}. Nothing was changed."
-        if as_json:
-            print(json.dumps({"ok": False, "action": action, "directory": str(directory), "error": message}))
-        else:
-            print(f"mlp-offload patch {action}: {message}", file=sys.stderr)
-        return 1
-    key = "would_change" if action == "check" else "changed"
-    if as_json:
+    except OSError as error:
+        raise PatchError(f"{error}. Nothing was changed.") from error
+    if options.json:
         files = [{"file": p.file, "part": p.part, "lines": p.lines_added, "applied": on} for p, _, on in tree.files]
-        told = {"ok": True, "action": action, "directory": str(directory), "release": tree.release}
-        print(json.dumps(told | {"status": tree.status, "parts": tree.parts, key: changes, "files": files}))
+        told = {"action": action, "directory": str(directory), "release": tree.release, "status": tree.status}
+        told |= {"parts": tree.parts, "would_change" if action == "check" else "changed": changes, "files": files}
+        output.print_json(told)
     else:
         print("\n".join(_text(tree, action, changes)))
     return 0

@@ -10,7 +10,7 @@ import pytest
 from launch import run_scenarios
 from megatron_trees import RELEASES, unpack
 
-from mlp_offload.cli import patch
+from mlp_offload.cli.main import main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Later releases need Python 3.12
@@ -41,7 +41,7 @@ assert OptimizerConfig().optimizer_offload == "none"
 
 def patched_tree(release, directory):
     tree = unpack(release, directory)
-    assert patch.run("apply", tree) == 0
+    assert main(["patch", "apply", str(tree)]) == 0
     return tree
 
 
