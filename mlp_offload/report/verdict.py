@@ -85,7 +85,9 @@ def _saturated(report: Report, stall: float, paths: "list[str]") -> str:
 
 
 def _speeds(uses: "list[PathUse]", path: str) -> str:
-    return ", ".join(f"{u.direction} {format_rate(u.bytes_per_second)}" for u in uses if u.path == path)
+    return ", ".join(
+        f"{u.direction} {format_rate(u.bytes_per_second)}" for u in uses if u.path == path and u.bytes_a_step
+    )
 
 
 def _update_bound(report: Report, update: float) -> str:
