@@ -96,6 +96,9 @@ def test_a_slow_rank_is_named_with_where_it_loses_its_time():
     assert text.startswith("rank 3 is 1.4x slower than the median rank") and "waits longer for storage" in text
     ranks[3] = run(update=1.3, seconds=1.4)
     assert "updates slower: look at its cores" in findings(ranks)["skew"]
+    assert list(findings({r: run(update=0.9, seconds=1.4 if r == 3 else 1.0, every=60.0) for r in range(4)})) == [
+        "compute-bound"
+    ]
 
 
 def test_ranks_that_are_slow_in_turn_are_not_blamed_one_by_one():
