@@ -63,7 +63,7 @@ def test_the_history_stacks_what_the_trainer_did_up_to_the_whole_step():
     tops = [max(y for _, y in layer.get_paths()[0].vertices) for layer in axes.collections]
     assert tops == pytest.approx([4.5, 7.5, 9.0])  # of step 3: update 1.0 to 2.5, stall, rest
     lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
-    assert lines["fetch (at the same time)"] == [2.0, 4.0, 6.0] and lines["flush (at the same time)"] == [2.0, 4.0, 6.0]
+    assert lines["fetch, in parallel"] == [2.0, 4.0, 6.0] and lines["flush, in parallel"] == [2.0, 4.0, 6.0]
     assert axes.get_xlabel() == "step"
     assert {text.get_text() for text in axes.get_legend().get_texts()} >= {"update", "stall", "rest of the step"}
 
