@@ -163,7 +163,7 @@ class _Transfer:
     clock: "_Clock"
     left: float  # bytes
     arrives: float  # when its first byte may move
-    started_seconds: float = 0.0
+    started_seconds: float = -1.0
     finished_seconds: float = 0.0
     finished: bool = False
 
@@ -200,7 +200,7 @@ class _Clock:
     def sleep(self) -> None:
         """Go to the next moment at which a transfer is done."""
         while True:
-            until = min((device.next_change() for device in self.devices), default=_NEVER)
+            until = min((device.change for device in self.devices), default=_NEVER)
             if until == _NEVER:
                 raise RuntimeError("the simulated step waits for storage, and nothing is under way")
             if self.advance(until):
@@ -208,57 +208,65 @@ class _Clock:
 
 
 class _Device:
-    """One rank's share of a path: the requests of each direction one after the other, both directions at once."""
+    """One rank's share of a path: the requests of each direction one after the other, both directions at once.
+
+    Attributes:
+        change: when the next request begins to move or is done; until then all goes on as it does.
+    """
 
     def __init__(self, path: SimulatedPath, rank_count: int):
         self._rates = (path.read_bytes_per_second / rank_count, path.write_bytes_per_second / rank_count)
         self._both = (path.both_bytes_per_second or _NEVER) / rank_count
         self._latency = path.latency_seconds
         self._queues: "tuple[deque[_Transfer], deque[_Transfer]]" = (deque(), deque())
-        self._now = 0.0
+        self._moving: "list[tuple[float, float, deque[_Transfer]]]" = []  # (end, bytes/s, queue), its first request
+        self._now = 0.0  # when ``left`` of the moving requests was so
+        self.change = _NEVER
 
     def submit(self, clock: _Clock, direction: int, nbytes: int) -> _Transfer:
         """Queue a request now; ``direction`` is 0 to read and 1 to write."""
-        transfer = _Transfer(clock, float(nbytes), self._now + self._latency)
+        transfer = _Transfer(clock, float(nbytes), clock.now + self._latency)
         self._queues[direction].append(transfer)
+        if len(self._queues[direction]) == 1:
+            self._move(clock.now)
+            self._start()
         return transfer
-
-    def next_change(self) -> float:
-        """When a request begins to move, or is done."""
-        return min((moment for moment, _, _ in self._heads()), default=_NEVER)
 
     def advance(self, until: float) -> bool:
         """Move bytes until a moment; true when a request was done by then."""
         done = False
-        while True:
-            heads = self._heads()
-            moment = min((m for m, _, _ in heads), default=_NEVER)
-            step = min(moment, until)
-            for end, rate, queue in heads:
-                if not rate:
-                    continue
-                head = queue[0]
-                head.started_seconds = head.started_seconds or max(self._now, head.arrives)
-                head.left = max(0.0, head.left - rate * (step - self._now))
-                if end <= step:
-                    head.finished_seconds, head.finished, done = end, True, True
-                    queue.popleft()
-            self._now = step
-            if moment > until:
-                return done
+        while self.change <= until:
+            done |= self._move(self.change)
+            self._start()
+        return done
 
-    def _heads(self) -> "list[tuple[float, float, deque[_Transfer]]]":
-        """(when it changes, bytes/s now, queue) of the first request of each direction."""
+    def _move(self, until: float) -> bool:
+        done = False
+        for end, rate, queue in self._moving:
+            head = queue[0]
+            head.left -= rate * (until - self._now)
+            if end <= until:
+                head.finished_seconds, head.finished, done = end, True, True
+                queue.popleft()
+        self._now = until
+        return done
+
+    def _start(self) -> None:
+        """Share the bandwidth anew among the first request of each direction."""
         moving = [bool(queue) and queue[0].arrives <= self._now for queue in self._queues]
         total = sum(rate for rate, moves in zip(self._rates, moving) if moves)
         share = min(1.0, self._both / total) if total else 0.0
-        heads = []
+        self._moving, self.change = [], _NEVER
         for queue, rate, moves in zip(self._queues, self._rates, moving):
             if moves:
-                heads.append((self._now + queue[0].left / (rate * share), rate * share, queue))
+                head = queue[0]
+                if head.started_seconds < 0:
+                    head.started_seconds = self._now
+                end = self._now + max(0.0, head.left) / (rate * share)
+                self._moving.append((end, rate * share, queue))
+                self.change = min(self.change, end)
             elif queue:
-                heads.append((queue[0].arrives, 0.0, queue))
-        return heads
+                self.change = min(self.change, queue[0].arrives)
 
 
 @dataclass(eq=False)
