@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -20,8 +21,14 @@ from ..trace import chrome_trace, write_trace
 from ..units import parse_bytes
 from . import output
 
-ADAM_RATE = 5e8
-"""Parameters a second of one rank where none are given: a few cores."""
+ADAM_RATE = 1e9
+"""Parameters a second of one rank where none are given: a handful of cores."""
+
+_INPUTS = (
+    *("paths", "host_memory", "subgroup_size", "staging_count", "full_masters", "adam_rate", "copy_rate"),
+    *("compute_seconds", "ranks", "steps"),
+)
+"""Options that say what is simulated."""
 
 _DESCRIPTION = """\
 Run the step pipeline on a virtual clock: the same order, hits, bytes and shares as a real run, on paths that are only bandwidths.
@@ -113,18 +120,21 @@ def _execute(options: argparse.Namespace) -> int:
         draw.need_matplotlib()
     inputs: "dict[str, Any]" = {}
     if options.telemetry:
-        name, rank_count, given = str(options.telemetry), 1, {}
-        records = _read(options.telemetry)
+        _refuse_inputs(options)
+        records, header = _read(options.telemetry)
+        name, rank = str(options.telemetry), header.get("rank", 0)
+        steps = [StepNumbers.of(record) for record in records]
+        report = analyze({rank: steps}, {rank: header} if header else None)
     else:
         inputs = _inputs(options)
-        records = simulate(**inputs)
-        rank_count = inputs["local_rank_count"]
+        records, rank = simulate(**inputs), 0
+        steps = [StepNumbers.of(record) for record in records]
+        name = _name(inputs, assumed=options.adam_rate is None and options.plan is None)
         given = {p.name: (p.read_bytes_per_second, p.write_bytes_per_second) for p in inputs["paths"]}
-        name = f"simulated: {sum(inputs['numels']):.4g} parameters a rank, ranks of the node: {rank_count}"
-    steps = [StepNumbers.of(record) for record in records]
-    report = analyze(dict.fromkeys(range(rank_count), steps), given=given)
+        report = analyze(dict.fromkeys(range(inputs["local_rank_count"]), steps), given=given)
+        report = dataclasses.replace(report, skew=None)  # ranks are equal because they are simulated so
     if options.trace:
-        write_trace(options.trace, chrome_trace(records, name))
+        write_trace(options.trace, chrome_trace(records, name, rank))
     if options.png:
         draw.save_png(
             draw.figure([(_typical(records, report), steps, f"{name}; step {report.typical_step[1]}", "all steps")]),
@@ -143,6 +153,12 @@ def _execute(options: argparse.Namespace) -> int:
     for file in filter(None, (options.png, options.trace)):
         console.print(f"written: {file}", soft_wrap=True, markup=False)
     return 0
+
+
+def _name(inputs: "dict[str, Any]", assumed: bool) -> str:
+    ranks, rate = inputs["local_rank_count"], inputs["adam_parameters_per_second"]
+    who = f", each of {ranks} ranks" if ranks > 1 else ""
+    return f"simulated: {sum(inputs['numels']) / 1e6:.0f} M parameters{who}, Adam at {rate:.3g}/s{' (assumed)' if assumed else ''}"
 
 
 def _inputs(options: argparse.Namespace) -> "dict[str, Any]":
@@ -198,24 +214,36 @@ def _planned(file: Path) -> "dict[str, Any]":
     return inputs
 
 
-def _read(file: Path) -> "list[StepRecord]":
-    """The steps of the newest start in a rank's telemetry."""
+def _refuse_inputs(options: argparse.Namespace) -> None:
+    """Measured steps are what they are."""
+    for name in _INPUTS:
+        if getattr(options, name):
+            flag = "--path" if name == "paths" else "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag} is for steps that are simulated; --telemetry shows those that were measured: leave out one"
+            )
+
+
+def _read(file: Path) -> "tuple[list[StepRecord], dict[str, Any]]":
+    """The steps of the newest start in a rank's telemetry, and its header."""
     records: "list[StepRecord]" = []
+    header: "dict[str, Any]" = {}
     try:
         with open(file, "rb") as stream:
-            for line in stream:
-                found = read_line(line)
+            for found in map(read_line, stream):
                 if isinstance(found, StepRecord):
-                    if records and found.step <= records[-1].step:  # a restart
-                        records.clear()
+                    if records and found.step <= records[-1].step:  # a restart that wrote no header
+                        records, header = [], {}
                     records.append(found)
+                elif found and "header" in found:
+                    records, header = [], found["header"]
     except OSError as error:
         raise OffloadError(
             f"telemetry {str(file)!r}: {error.strerror}; give a rank's file, such as DIR/rank0000.jsonl"
         ) from error
     if not records:
         raise OffloadError(f"telemetry {str(file)!r} holds no step; write it with --mlp-offload-telemetry DIR")
-    return records
+    return records, header
 
 
 def _typical(records: "list[StepRecord]", report: Report) -> StepRecord:
@@ -223,14 +251,16 @@ def _typical(records: "list[StepRecord]", report: Report) -> StepRecord:
 
 
 def _number(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must not be negative")
-    return value
+    with contextlib.suppress(ValueError):
+        value = float(text)
+        if 0 <= value < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
 
 
 def _count(text: str) -> int:
-    value = float(text)
-    if value < 1 or not value.is_integer():
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
-    return int(value)
+    with contextlib.suppress(ValueError, OverflowError):
+        value = float(text)
+        if value >= 1 and value == int(value):
+            return int(value)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
