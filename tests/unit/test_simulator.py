@@ -67,6 +67,13 @@ def test_flushes_go_on_while_the_model_computes():
     assert hurried.step_seconds > second.step_seconds + 1, "what is still being written holds its buffer"
 
 
+def test_the_last_record_has_all_its_flushes():
+    records = run(40, 12, paths=((1, 0.02), (1, 0.05), (1, 1)), compute_seconds=0.0, steps=4)
+    flushed = [sum(e.phase == "flush" for e in record.events) for record in records]
+    assert flushed[-1] == flushed[-2] > 20
+    assert sum(records[-1].bytes_written.values()) == flushed[-1] * RECORD_BYTES
+
+
 def test_one_limit_for_both_directions():
     apart, together = (run(60, 8, paths=[rates], update=0.01, steps=3)[-1] for rates in ((1, 1), (1, 1, 1)))
     assert apart.step_seconds == pytest.approx(54, rel=0.05)
