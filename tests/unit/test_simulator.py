@@ -68,10 +68,9 @@ def test_flushes_go_on_while_the_model_computes():
 
 
 def test_the_last_record_has_all_its_flushes():
-    records = run(40, 12, paths=((1, 0.02), (1, 0.05), (1, 1)), compute_seconds=0.0, steps=4)
-    flushed = [sum(e.phase == "flush" for e in record.events) for record in records]
-    assert flushed[-1] == flushed[-2] > 20
-    assert sum(records[-1].bytes_written.values()) == flushed[-1] * RECORD_BYTES
+    # 6 of 20 are resident, and 4 of the 6 staging buffers keep theirs. The one flush to the slow path lands last.
+    records = run(20, 12, paths=((1, 0.05), (1, 0.2)), update=0.01, compute_seconds=0.0, steps=3)
+    assert [sum(record.bytes_written.values()) for record in records] == [10 * RECORD_BYTES] * 3
 
 
 def test_one_limit_for_both_directions():
