@@ -25,6 +25,9 @@ ALLOWED = {
     "balance": {"plan", "telemetry", "tiers"},
     "updates": {"adam", "plan", "tiers", "transfers"},
     "pipeline": {"balance", "config", "opening", "plan", "storage", "telemetry", "tiers"},
+    "virtual": {"config", "plan", "tiers"},
+    "simulator": {"config", "opening", "pipeline", "plan", "rates", "storage", "telemetry", "tiers", "virtual"},
+    "trace": {"telemetry"},
     "snapshot": {"_native", "adam", "pipeline", "plan", "storage", "tiers", "updates"},
     "startup": {"adam", "storage", "tiers"},
     "report": {"telemetry"},
@@ -34,7 +37,7 @@ ALLOWED = {
         *("adam", "checkpoint", "config", "optimizer", "pipeline", "plan", "startup", "storage", "telemetry", "tiers"),
         *("report", "snapshot", "transfers", "updates"),
     },
-    "cli": {"config", "megatron", "report", "telemetry"},
+    "cli": {"config", "megatron", "report", "simulator", "telemetry", "trace"},
     "__init__": {"config", "optimizer"},
     "__main__": {"cli"},
 }
