@@ -50,6 +50,7 @@ class StepPipeline:
         pin: called with (address, nbytes) of the buffer pool, to pin it for a device; gives what undoes it, or None.
         on_progress: called with (bytes written so far, bytes in all) while the state is written at start-up.
         main_itemsize: bytes a parameter of what a record holds of main_param; see ``updates.main_itemsize``.
+        open, clock: what makes the tiers, and gives the time in seconds; ``simulator`` has others.
 
     Raises:
         ConfigError, CapacityError, PathInUseError: before anything is written.
@@ -66,9 +67,12 @@ class StepPipeline:
         pin: "Callable[[int, int], Callable[[], object] | None] | None" = None,
         on_progress: "Callable[[int, int], None] | None" = None,
         main_itemsize: int = 4,
+        open: "Callable[..., Tiers]" = open_tiers,
+        clock: "Callable[[], float]" = time.monotonic,
     ):
         rank = rank or RankContext()
         self.config = config
+        self._clock = clock
         self.subgroups = {space: cut(numels, config.subgroup_size, main_itemsize) for space, numels in spaces.items()}
         self._first: "dict[str, int]" = {}
         every: "list[Subgroup]" = []
@@ -84,7 +88,7 @@ class StepPipeline:
         with contextlib.ExitStack() as undo:
             if self._log is not None:
                 undo.callback(self._log.close)
-            self.tiers: Tiers = open_tiers(config, tuple(every), rank, name, reserved_bytes)
+            self.tiers: Tiers = open(config, tuple(every), rank, name, reserved_bytes)
             undo.callback(self.tiers.close)
             self.balance = Balance(self.tiers)
             self._unpin = pin(*self.tiers.pool.region) if pin is not None else None
@@ -159,15 +163,13 @@ class StepPipeline:
             self.tiers.homes,
             self._keep_count(space),
         )
-        record = StepRecord(
-            step=self._steps[space], host_memory_bytes=self.tiers.pool.region[1], started=time.monotonic()
-        )
+        record = StepRecord(step=self._steps[space], host_memory_bytes=self.tiers.pool.region[1], started=self._clock())
         record.hit_count = plan.hit_count
         record.fetch_count = len(indices) - plan.hit_count
         self._records.append(record)
         with self._stop_on_error(f"step {plan.step}"):
             self._run(space, plan, work, record)
-        record.step_seconds = time.monotonic() - record.started
+        record.step_seconds = self._clock() - record.started
         self.balance.observe(record)
         return record
 
@@ -188,19 +190,19 @@ class StepPipeline:
                 fetches[index] = tiers.start_fetch(index, tiers.pool.lease(), record)
             row = self._first_ready(waiting, fetches)
             if row is None:
-                begin = time.monotonic()
+                begin = self._clock()
                 tiers.wait_any([*fetches.values(), *tiers.flushes])
-                record.add("stall", waiting[0].subgroup, begin, time.monotonic())
+                record.add("stall", waiting[0].subgroup, begin, self._clock())
                 continue
             waiting.remove(row)
             if not row.hit:
                 tiers.land_fetch(fetches.pop(row.subgroup))
             lease = tiers.table[row.subgroup].lease
-            begin = time.monotonic()
+            begin = self._clock()
             if waiting:  # its gradients travel while this one is updated
                 work.prepare(subgroup_of[waiting[0].subgroup - first])
             work.update(subgroup_of[row.subgroup - first], tiers.view(row.subgroup, lease))
-            record.add("update", row.subgroup, begin, time.monotonic())
+            record.add("update", row.subgroup, begin, self._clock())
             if row.keep:
                 tiers.keep(row.subgroup, lease, plan.step)
             else:

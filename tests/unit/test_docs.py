@@ -25,6 +25,7 @@ ALLOWED = {
     "balance": {"plan", "telemetry", "tiers"},
     "updates": {"adam", "plan", "tiers", "transfers"},
     "pipeline": {"balance", "config", "opening", "plan", "storage", "telemetry", "tiers"},
+    "simulator": {"config", "opening", "pipeline", "plan", "rates", "storage", "telemetry", "tiers"},
     "snapshot": {"_native", "adam", "pipeline", "plan", "storage", "tiers", "updates"},
     "startup": {"adam", "storage", "tiers"},
     "checkpoint": set(),
@@ -33,7 +34,7 @@ ALLOWED = {
         *("adam", "checkpoint", "config", "optimizer", "pipeline", "plan", "startup", "storage", "telemetry", "tiers"),
         *("snapshot", "transfers", "updates"),
     },
-    "cli": {"config", "megatron"},
+    "cli": {"config", "megatron", "plan", "simulator", "telemetry"},
     "__init__": {"config", "optimizer"},
     "__main__": {"cli"},
 }
