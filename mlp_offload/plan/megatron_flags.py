@@ -113,7 +113,9 @@ def read_flags(arguments: Sequence[str]) -> Job:
         if not _FLAG.match(value) and not unused:
             raise ConfigError(f"{value!r} is neither a flag nor the value of one")
     if not args.use_distributed_optimizer:
-        raise ConfigError("--use-distributed-optimizer is missing: without it nothing of the state is sharded or offloaded")
+        raise ConfigError(
+            "--use-distributed-optimizer is missing: without it nothing of the state is sharded or offloaded"
+        )
     job = Job(_model(args), _layout(args), _training(args), _offload(args))
     check(job.model, job.layout)
     return job.replace(
@@ -236,10 +238,14 @@ def _layout(args: argparse.Namespace) -> Layout:
             raise ConfigError(f"--{name.replace('_', '-')}-parallel-size must be at least 1")
     pp, chunks = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank or 1
     if args.num_layers_per_virtual_pipeline_stage:
-        layers = args.num_layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+        layers = (
+            args.num_layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+        )
         each = args.num_layers_per_virtual_pipeline_stage * pp
         if layers % each:
-            raise ConfigError(f"--num-layers-per-virtual-pipeline-stage {each // pp} does not divide the layers of a stage")
+            raise ConfigError(
+                f"--num-layers-per-virtual-pipeline-stage {each // pp} does not divide the layers of a stage"
+            )
         chunks = layers // each
     return Layout(
         tp=args.tensor_model_parallel_size,

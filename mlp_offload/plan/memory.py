@@ -14,7 +14,15 @@ from ..units import format_bytes
 from .activations import activation_bytes, stages_to_look_at
 from .megatron_flags import Job
 from .model import Stage, stage_of
-from .placement import RECORD_ALIGNMENT, Residency, choose_residents, place, snapshot_slots, weights_a_slot
+from .placement import (
+    MINIMUM_STAGING,
+    RECORD_ALIGNMENT,
+    Residency,
+    choose_residents,
+    place,
+    snapshot_slots,
+    weights_a_slot,
+)
 from .subgroups import Subgroup, cut
 
 GRADIENT_STAGINGS, STAGED_BYTES = 2, 4
@@ -119,6 +127,7 @@ class Need:
         shard_numels: parameters whose state the busiest rank owns, dense and expert ones.
         state_bytes: of one parameter, in a record.
         residency: of the busiest rank; None without offload.
+        rank_budget: bytes of host memory that a rank's state buffers may take.
     """
 
     job: Job
@@ -133,11 +142,17 @@ class Need:
     residency: "Residency | None" = None
     host: "HostNeed | None" = None
     paths: "tuple[PathNeed, ...]" = ()
+    rank_budget: int = 0
     shortages: "tuple[Shortage, ...]" = field(default=())
 
     @property
     def fits(self) -> bool:
         return not self.shortages
+
+    @property
+    def all_resident(self) -> bool:
+        """Whether nothing goes to a path."""
+        return self.residency is not None and len(self.residency.residents) == len(self.subgroups)
 
 
 def data_parallel(job: Job, gpus: int) -> int:
@@ -229,7 +244,10 @@ def needs_of(job: Job, machine: Machine, offload: bool = True) -> Need:
     subgroups = [s for numel in shards for s in cut([numel], config.subgroup_size, main_itemsize)]
     slot_bytes = _round_up(max(s.record_bytes for s in subgroups))
     reserved = GRADIENT_STAGINGS * max(s.numel for s in subgroups) * (STAGED_BYTES + job.training.weight_bytes)
-    budget = rank_budget(config, machine)
+    budget, ranks = rank_budget(config, machine), machine.gpus_per_node
+    least = min(MINIMUM_STAGING, len(subgroups)) * slot_bytes + reserved
+    too_small = config.host_memory == AUTO and budget < least
+    budget = max(budget, least) if too_small else budget
     paths = machine.paths or config.paths
     staging = config.staging_count or 2 + 2 * max(1, len(paths))
     residency = choose_residents(len(subgroups), slot_bytes, budget, staging, reserved)
@@ -237,20 +255,30 @@ def needs_of(job: Job, machine: Machine, offload: bool = True) -> Need:
     path_needs, short = _paths(job, machine, paths, subgroups, residency, streamed, slot_bytes)
     host = _host(job, machine, stages, worst, residency.buffer_count * slot_bytes + reserved, dp)
     shortages += short
-    if host.total > machine.host_memory:
-        shortages.append(Shortage("host memory of a node", host.total, machine.host_memory))
+    if host.total > machine.host_memory or too_small:
+        needed = host.total
+        if config.host_memory == AUTO:
+            needed = _enough_host_memory(config, host, least * ranks, len(subgroups) * slot_bytes * ranks)
+        shortages.append(Shortage("host memory of a node", needed, machine.host_memory))
     return Need(
         *(job, machine, dp, micro_batches, worst, tuple(stages), shards, 8 + main_itemsize, tuple(subgroups)),
-        *(residency, host, path_needs, tuple(shortages)),
+        *(residency, host, path_needs, budget, tuple(shortages)),
     )
 
 
 def rank_budget(config: OffloadConfig, machine: Machine) -> int:
-    """Bytes of state buffers a rank, as ``opening`` will reckon them."""
+    """Bytes that a rank's state buffers may take, as ``opening`` will reckon them."""
     if config.host_memory != AUTO:
         return int(config.host_memory)
     free = machine.host_memory - machine.host_reserve * machine.gpus_per_node
     return max(0, int(free * config.host_memory_fraction)) // machine.gpus_per_node
+
+
+def _enough_host_memory(config: OffloadConfig, host: HostNeed, least: int, whole: int) -> int:
+    """A node's memory of which ``host_memory_fraction`` is enough for buffers, and the rest for a save."""
+    share = config.host_memory_fraction
+    rest = host.save / (1 - share) if share < 1 else float("inf")
+    return host.processes + int(min(max(least / share, rest, host.startup), whole + host.save))
 
 
 def _host(job: Job, machine: Machine, stages: Sequence[GpuNeed], worst: GpuNeed, buffers: int, dp: int) -> HostNeed:
@@ -258,7 +286,9 @@ def _host(job: Job, machine: Machine, stages: Sequence[GpuNeed], worst: GpuNeed,
     weights = max(n.weights for n in stages)
     startup = 0
     if job.training.cpu_initialization:  # the rank's weights, and one whole fp32 matrix of which it takes a part
-        widest = max(job.model.ffn_hidden_size * (2 if job.model.gated else 1), job.model.padded_vocab_size(job.layout.tp))
+        widest = max(
+            job.model.ffn_hidden_size * (2 if job.model.gated else 1), job.model.padded_vocab_size(job.layout.tp)
+        )
         startup = (weights + 4 * widest * job.model.hidden_size) * ranks
     # Megatron's writer copies the rank's share of the weights to the host before it writes them.
     return HostNeed(buffers * ranks, machine.host_reserve * ranks, weights // dp * ranks, startup)

@@ -194,9 +194,7 @@ def total_numel(model: Model, layout: Layout) -> int:
             dense += _dense_mlp(model, 1)
     embedding = model.padded_vocab_size(layout.tp) * model.hidden_size
     return (
-        dense
-        + embedding * (1 if model.tied else 2)
-        + (model.learned_positions + model.norm_numel) * model.hidden_size
+        dense + embedding * (1 if model.tied else 2) + (model.learned_positions + model.norm_numel) * model.hidden_size
     )
 
 

@@ -39,6 +39,21 @@ def on_these_nodes(job: Job, machine: Machine, offload: bool) -> "Fit | None":
     return next(_fits(job, machine, offload, _layouts(job, machine)), None)
 
 
+def leanest_layout(job: Job, machine: Machine) -> "Job | None":
+    """The job in the layout that takes least of a GPU on these nodes, whether that is enough or not."""
+    best: "tuple[int, Job] | None" = None
+    for candidate in _layouts(job, machine):
+        try:
+            check(candidate.model, candidate.layout)
+            needs = gpu_needs(candidate, machine.gpus, True)
+        except ConfigError:
+            continue
+        most = max(max(n.total, n.startup) for n in needs)
+        if best is None or most < best[0]:
+            best = (most, candidate)
+    return best[1] if best else None
+
+
 def single_changes(job: Job, machine: Machine) -> "Iterator[tuple[str, Job]]":
     """Changes of the command line that save memory of GPUs, smallest first."""
     training = job.training
@@ -107,32 +122,41 @@ def _layouts(job: Job, machine: Machine) -> "Iterator[Job]":
     """The job with every TP within a node and every PP that divides, fewest stages first."""
     layout, model = job.layout, job.model
     uneven = layout.first_layers is not None or layout.last_layers is not None
-    extra = layout.embedding_counts + layout.loss_counts
-    for pp in range(1, model.num_layers + extra + 1):
-        if pp != layout.pp and (uneven or (model.num_layers + extra) % pp):
-            continue
-        for tp in (2**i for i in range(machine.gpus_per_node.bit_length())):
-            if machine.gpus % (tp * pp * layout.cp):
+    for pp in range(1, model.num_layers + 3):
+        # Embedding and output layer may count as a layer each: 124 layers have few divisors, 126 have many.
+        given = (layout.embedding_counts, layout.loss_counts)
+        choices = [given] if uneven or pp == 1 else dict.fromkeys([given, (True, True)])
+        for counts in choices:
+            if (uneven and pp != layout.pp) or (not uneven and (model.num_layers + sum(counts)) % pp):
                 continue
-            same = pp == layout.pp
-            changed = replace(
-                layout,
-                tp=tp,
-                pp=pp,
-                etp=tp if layout.etp == layout.tp else layout.etp,
-                chunks=layout.chunks if same else 1,
-                sequence_parallel=tp > 1 and (layout.sequence_parallel or layout.tp == 1),
-            )
-            yield job.replace(layout=changed)
+            for tp in (2**i for i in range(machine.gpus_per_node.bit_length())):
+                if machine.gpus % (tp * pp * layout.cp):
+                    continue
+                changed = replace(
+                    layout,
+                    tp=tp,
+                    pp=pp,
+                    etp=tp if layout.etp == layout.tp else layout.etp,
+                    chunks=layout.chunks if pp == layout.pp and counts == given else 1,
+                    sequence_parallel=tp > 1 and (layout.sequence_parallel or layout.tp == 1),
+                    embedding_counts=counts[0],
+                    loss_counts=counts[1],
+                )
+                yield job.replace(layout=changed)
 
 
 def _fits(job: Job, machine: Machine, offload: bool, candidates: "Iterator[Job]") -> "Iterator[Fit]":
     for candidate in candidates:
         if need := _fit(candidate, machine, offload):
-            tp, pp = candidate.layout.tp, candidate.layout.pp
             nodes = f"{machine.nodes} node{'s' if machine.nodes > 1 else ''}"
-            yield Fit(
-                f"{nodes} with --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
-                f"{' --sequence-parallel' if candidate.layout.sequence_parallel else ''}",
-                need,
-            )
+            yield Fit(f"{nodes} with {layout_flags(candidate)}", need)
+
+
+def layout_flags(job: Job) -> str:
+    """The flags of a layout as ``_layouts`` makes them."""
+    layout = job.layout
+    flags = [f"--tensor-model-parallel-size {layout.tp}", f"--pipeline-model-parallel-size {layout.pp}"]
+    flags += ["--sequence-parallel"] if layout.sequence_parallel else []
+    flags += ["--account-for-embedding-in-pipeline-split"] if layout.embedding_counts else []
+    flags += ["--account-for-loss-in-pipeline-split"] if layout.loss_counts else []
+    return " ".join(flags)
