@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 from .balance import Balance
 from .config import OffloadConfig
@@ -52,6 +52,9 @@ class StepPipeline:
         main_itemsize: bytes a parameter of what a record holds of main_param; see ``updates.main_itemsize``.
         open, clock: what makes the tiers, and gives the time in seconds; ``simulator`` has others.
 
+    Attributes:
+        on_record: called with each step's record (of all spaces) when it is complete: all its flushes have landed.
+
     Raises:
         ConfigError, CapacityError, PathInUseError: before anything is written.
     """
@@ -84,6 +87,7 @@ class StepPipeline:
         self._records: "list[StepRecord]" = []
         self._broken: "str | None" = None
         self._on_progress = on_progress
+        self.on_record: "Callable[[StepRecord], None] | None" = None
         self._pid = os.getpid()
         with contextlib.ExitStack() as undo:
             if self._log is not None:
@@ -131,6 +135,12 @@ class StepPipeline:
                         tiers.start_flush(index, lease, home, 0)
                         advance(tiers.files[home].slot_bytes)
             tiers.settle()
+
+    def log_start(self, header: "Mapping[str, Any]") -> None:
+        """Put what is known of this start before the steps of the telemetry; see ``startup.header``."""
+        if self._log is not None:
+            planned = {"planned_hit_count": sum(map(self._planned_hit_count, self.subgroups))}
+            self._log.start(dict(header) | planned)
 
     def indices(self, space: str) -> range:
         """Positions of the space's subgroups in the table of the tiers."""
@@ -224,6 +234,12 @@ class StepPipeline:
         """
         return max(0, self.tiers.residency.staging_count - 2) if len(self.subgroups) == 1 else 0
 
+    def _planned_hit_count(self, space: str) -> int:
+        """Subgroups that a step finds in host memory, from the second step on."""
+        indices = self.indices(space)
+        resident_count = sum(index in self.tiers.residency.residents for index in indices)
+        return resident_count + min(self._keep_count(space), len(indices) - resident_count)
+
     def annotate(self, iteration: "int | None", loss: "float | None", grad_norm: "float | None") -> "StepRecord | None":
         """Add to the newest step's record what only the trainer knows, before it is written.
 
@@ -309,8 +325,11 @@ class StepPipeline:
             if not everything and any(f.record in group for f in self.tiers.flushes):
                 return
             del self._records[:per_step]
-            if self._log is not None:
+            if self._log is not None or self.on_record is not None:
                 merged = group[0]
                 for other in group[1:]:
                     merged = merged.merge(other)
-                self._log.write(merged)
+                if self._log is not None:
+                    self._log.write(merged)
+                if self.on_record is not None:
+                    self.on_record(merged)

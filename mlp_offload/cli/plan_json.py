@@ -1,4 +1,4 @@
-"""The plan as JSON: bytes, seconds, counts; ``rank`` holds the arguments of ``simulate``."""
+"""The plan as JSON: bytes, seconds, counts; ``simulate`` holds what ``mlp-offload simulate --plan`` takes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import OffloadConfig
 from ..plan.memory import GpuNeed, Need
+from ..prediction import compute_of
 
 if TYPE_CHECKING:
     from ..plan.search import Fit
@@ -48,7 +49,7 @@ def as_items(plan: "Plan") -> "dict[str, Any]":
         "prediction": asdict(plan.prediction) if plan.prediction else None,
         "grace_seconds": plan.grace_seconds,
         "ends_in_time": plan.ends_in_time,
-        "rank": _rank(plan),
+        "simulate": _simulate(plan),
         "assumptions": list(plan.assumptions),
         "used_flags": list(job.used),
         "unused_flags": list(job.unused),
@@ -70,7 +71,7 @@ def _fit(fit: "Fit | None") -> "dict[str, Any] | None":
     return {"nodes": fit.need.machine.nodes, "tp": layout.tp, "pp": layout.pp, "dp": fit.need.dp, "text": fit.change}
 
 
-def _rank(plan: "Plan") -> "dict[str, Any]":
+def _simulate(plan: "Plan") -> "dict[str, Any]":
     need, machine = plan.need, plan.need.machine
     config = need.job.offload or OffloadConfig()
     return {
@@ -84,7 +85,7 @@ def _rank(plan: "Plan") -> "dict[str, Any]":
         "main_itemsize": need.state_bytes - 8,
         "adam_parameters_per_second": plan.rates.adam,
         "copy_bytes_per_second": plan.rates.copy,
-        "compute_seconds": plan.prediction.compute_seconds if plan.prediction else None,
+        "compute_seconds": compute_of(need.job, machine.gpus, plan.rates)[0],
         "local_rank_count": machine.gpus_per_node,
         "staging_count": config.staging_count,
     }

@@ -4,7 +4,8 @@
 1. ``add_megatron_arguments`` (called by every version's argument parser) also adds the flags of ``config.py``.
 2. ``validate_args`` first refuses what cannot work, in one sentence each.
 3. ``set_global_variables`` (called when the arguments are final) installs the optimizer if it was asked for.
-4. ``train_step`` afterwards tells the step's loss to the telemetry, and prints a summary every ``--log-interval``.
+4. ``train_step`` afterwards tells the step's loss to the telemetry; every ``--log-interval`` it prints a summary and adds
+   our numbers to TensorBoard and W&B.
 5. Without a GPU, ``initialize_megatron`` is told that this is allowed.
 Then the script runs as ``__main__``. With ``--optimizer-offload none`` nothing but the flags differs from a run without
 the launcher.

@@ -253,7 +253,7 @@ def needs_of(job: Job, machine: Machine, offload: bool = True) -> Need:
     residency = choose_residents(len(subgroups), slot_bytes, budget, staging, reserved)
     streamed = len(subgroups) - len(residency.residents)
     path_needs, short = _paths(job, machine, paths, subgroups, residency, streamed, slot_bytes)
-    host = _host(job, machine, stages, worst, residency.buffer_count * slot_bytes + reserved, dp)
+    host = _host(job, machine, stages, residency.buffer_count * slot_bytes + reserved, dp)
     shortages += short
     if host.total > machine.host_memory or too_small:
         needed = host.total
@@ -281,7 +281,7 @@ def _enough_host_memory(config: OffloadConfig, host: HostNeed, least: int, whole
     return host.processes + int(min(max(least / share, rest, host.startup), whole + host.save))
 
 
-def _host(job: Job, machine: Machine, stages: Sequence[GpuNeed], worst: GpuNeed, buffers: int, dp: int) -> HostNeed:
+def _host(job: Job, machine: Machine, stages: Sequence[GpuNeed], buffers: int, dp: int) -> HostNeed:
     ranks = machine.gpus_per_node
     weights = max(n.weights for n in stages)
     startup = 0
