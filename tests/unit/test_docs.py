@@ -47,6 +47,11 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 
+NEED_NO_TORCH = {
+    *("config", "errors", "plan", "prediction", "recipes", "report", "simulator", "storage", "telemetry", "units"),
+    "virtual",
+}
+
 
 def imports(file):
     """Rooms of the package and top-level modules that a file imports, anywhere in it."""
@@ -82,11 +87,7 @@ def test_imports_go_one_way():
         rooms = {name for kind, name in found if kind == "room"} - {room, "errors", "units", "__version__"}
         assert rooms <= ALLOWED[room], f"{file}: imports {rooms - ALLOWED[room]}"
         modules = {name for kind, name in found if kind == "module"}
-<<<<<<< HEAD
-        if room in ("plan", "storage", "config", "errors", "units", "telemetry", "recipes", "prediction", "simulator"):
-=======
-        if room in ("plan", "storage", "config", "errors", "units", "telemetry", "report"):
->>>>>>> sim
+        if room in NEED_NO_TORCH:
             assert "torch" not in modules, f"{file}: needs no torch"
         if room != "megatron":
             assert "megatron" not in modules, f"{file}: only the megatron room imports Megatron"
