@@ -77,7 +77,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
     job = read_flags(flags)
     assumptions: "list[str]" = []
     machine = _machine(options, job, recipe, gpu_memory, assumptions)
-    job = _on_machine(job, machine, recipe, assumptions)
+    own_layout = recipe is not None and not any("-model-parallel-size" in flag for flag in options.more)
+    job = _on_machine(job, machine, own_layout, assumptions)
     rates = _rates(options)
     endurance = {e.directory: e for e in map(Endurance.parse, options.endurance)}
     if options.grace is not None and options.grace <= 0:
@@ -190,21 +191,21 @@ def _machine(
     return machine
 
 
-def _on_machine(job: Job, machine: Machine, recipe: "recipes.Recipe | None", assumptions: "list[str]") -> Job:
+def _on_machine(job: Job, machine: Machine, own_layout: bool, assumptions: "list[str]") -> Job:
     """The job, or a recipe in another layout where its own does not go with the number of GPUs.
 
+    Args:
+        own_layout: the layout is the recipe's and not the caller's.
+
     Raises:
-        ConfigError: the layout of given flags does not; names the fewest nodes on which the model fits.
+        ConfigError: the sizes do not divide; names the fewest nodes on which the model fits.
     """
+    if own_layout and machine.gpus % job.layout.model_parallel and (other := leanest_layout(job, machine)):
+        assumptions.append(f"the recipe's layout is not for {machine.gpus} GPUs; taken instead: {layout_flags(other)}")
+        return other
     try:
         data_parallel(job, machine.gpus)
     except ConfigError as error:
-        other = leanest_layout(job, machine)
-        if recipe is not None and other is not None:
-            assumptions.append(
-                f"the recipe's layout is not for {machine.gpus} GPUs; taken instead: {layout_flags(other)}"
-            )
-            return other
         fewest = smallest(job, machine, True)
         hint = f". It fits on {fewest.change}" if fewest else ""
         raise ConfigError(f"{error}{hint}") from error

@@ -114,8 +114,9 @@ def parse_gpu_memory(text: str) -> int:
 
 
 def read_args(text: str) -> "list[str]":
-    """The words of a file of flags: blanks and line ends part them, quotes hold them together, ``#`` begins a comment."""
-    return shlex.split(text, comments=True)
+    """The words of a file of flags: blanks and line ends part them, quotes hold them together, ``#`` begins a comment,
+    and a backslash goes on in the next line."""
+    return shlex.split(text.replace("\\\n", " "), comments=True)
 
 
 def small(recipe: Recipe) -> "list[str]":
