@@ -1,7 +1,8 @@
 """Run in a process of its own: what Megatron makes of command lines, as JSON lines.
 
 Each request is {"flags": [...], "world_size": n, "build": bool}. Megatron's own parser and validation read the flags; with
-``build`` the model of every pipeline stage is made, on groups that exist by name only, and its parameters are counted.
+``build`` the model of every pipeline stage is made, on groups that exist by name only, its parameters are counted, and so are the
+bytes that live at the worst moment while Megatron moves its weights into the buffers of data parallelism.
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ def answer(requests: "list[dict[str, Any]]") -> "list[dict[str, Any]]":
         args.padded_vocab_size = vocab_size_with_padding(args.vocab_size, args)
         told = {name: getattr(args, name) for name in REPORTED}
         if request["build"]:
-            told["stages"] = [stage_numels(args, stage) for stage in range(args.pipeline_model_parallel_size)]
+            stages = [build(args, stage) for stage in range(args.pipeline_model_parallel_size)]
+            told["stages"], told["startup_bytes"] = [s[0] for s in stages], [s[1] for s in stages]
         answers.append(told)
     return answers
 
 
-def stage_numels(args: Any, stage: int) -> "list[int]":
-    """[parameters of all data-parallel ranks, parameters of experts] on one rank of a pipeline stage."""
+def build(args: Any, stage: int) -> "tuple[list[int], int]":
+    """([parameters of all data-parallel ranks, parameters of experts], bytes at start-up) of one rank of a pipeline stage."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -79,7 +81,7 @@ def stage_numels(args: Any, stage: int) -> "list[int]":
         model_parallel_cuda_manual_seed(1)
         config = core_transformer_config_from_args(args)
         chunks = args.virtual_pipeline_model_parallel_size or 1
-        totals = [0, 0]
+        totals, models = [0, 0], []
         for chunk in range(chunks):
             vp_stage = chunk if chunks > 1 else None
             model = GPTModel(
@@ -95,10 +97,41 @@ def stage_numels(args: Any, stage: int) -> "list[int]":
             )
             for parameter in model.parameters():
                 totals[not getattr(parameter, "allreduce", True)] += parameter.numel()
-        return totals
+            models.append(model)
+        return totals, startup_bytes(args, models)
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+def startup_bytes(args: Any, models: "list[Any]") -> int:
+    """The most bytes of weights and buffers that live at once while the models are wrapped for data parallelism."""
+    import torch
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32, use_distributed_optimizer=True
+    )
+    buffers: "list[torch.Tensor]" = []
+    most, torch_zeros = 0, torch.zeros
+
+    def zeros(*size: Any, **settings: Any) -> torch.Tensor:
+        nonlocal most
+        made = torch_zeros(*size, **settings)
+        buffers.append(made)
+        tensors = [*buffers, *(parameter.data for model in models for parameter in model.parameters())]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        most = max(most, sum(storages.values()))
+        return made
+
+    torch.zeros = zeros
+    try:
+        wrapped = [DistributedDataParallel(model.config, config, model) for model in models]
+    finally:
+        torch.zeros = torch_zeros
+    ends = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+    assert all(p.untyped_storage().data_ptr() in ends for model in wrapped for p in model.parameters())
+    return most
 
 
 if __name__ == "__main__":
