@@ -189,24 +189,26 @@ def predict(need: Need, rates: Rates, endurance: "Mapping[str, Endurance] | None
     )
 
 
+def flops_of(job: Job, sequences: int) -> float:
+    """FLOPs of forward and backward of so many sequences; recomputation does not count."""
+    model = job.model
+    # Forward: 2 FLOPs a matrix element and token, and 2 s q a layer for causal attention; backward twice as many.
+    attention = 2 * model.num_layers * model.seq_length * model.query_size
+    return 3.0 * sequences * model.seq_length * (2 * matrix_numel_a_token(model, job.layout) + attention)
+
+
 def compute_of(job: Job, gpus: int, rates: Rates) -> "tuple[float, str]":
     """(seconds of forward and backward of one iteration, where they come from)."""
-    model, training = job.model, job.training
-    batch = training.global_batch_size or training.micro_batch_size * (gpus // job.layout.model_parallel)
-    tokens = batch * model.seq_length
+    training = job.training
+    sequences = training.global_batch_size or training.micro_batch_size * (gpus // job.layout.model_parallel)
+    tokens = sequences * job.model.seq_length
     if rates.compute_seconds is not None:
         return rates.compute_seconds, "given"
     if rates.tokens_per_second is not None:
         return tokens / rates.tokens_per_second, f"{tokens} tokens at {rates.tokens_per_second:g} a second, as given"
-    # Forward: 2 FLOPs a matrix element and token, and 2 s q a layer for causal attention; backward twice as many.
-    flops = (
-        3
-        * tokens
-        * (2 * matrix_numel_a_token(model, job.layout) + 2 * model.num_layers * model.seq_length * model.query_size)
-    )
-    seconds = flops / (gpus * rates.gpu_flops * rates.mfu)
-    return seconds, (
-        f"{flops:.3g} FLOPs on {gpus} GPUs of {rates.gpu_flops / 1e12:g} TFLOP/s, of which {rates.mfu:.0%} are assumed to be reached"
+    flops, peak = flops_of(job, sequences), f"{rates.gpu_flops / 1e12:g} TFLOP/s"
+    return flops / (gpus * rates.gpu_flops * rates.mfu), (
+        f"{flops:.3g} FLOPs on {gpus} GPUs of {peak}, of which {rates.mfu:.0%} are assumed to be reached"
     )
 
 

@@ -12,7 +12,7 @@ from ..config import AUTO, OffloadConfig, PathConfig
 from ..errors import CapacityError, ConfigError
 from ..units import format_bytes
 from .activations import activation_bytes, stages_to_look_at
-from .megatron_flags import Job
+from .megatron_flags import Job, Training
 from .model import Stage, stage_of
 from .placement import (
     MINIMUM_STAGING,
@@ -191,11 +191,23 @@ def gpu_needs(job: Job, gpus: int, offload: bool) -> "list[GpuNeed]":
         state = 0 if offload else shard * (8 if training.dtype == "fp32" else 12)
         update = 0 if offload or training.gradient_bytes == 4 else 4 * shard
         activations = activation_bytes(job.model, layout, training, stage, micro_batches)
-        # One virtual stage after another, dense parameters before experts, moves into a buffer; the last is twice there.
-        last = stage.expert_numel if layout.ep > 1 and stage.expert_numel else stage.dense_numel
-        startup = weights + gradients + training.weight_bytes * last // layout.chunks
+        startup = _startup_bytes(stage, training, layout.ep > 1)
         needs.append(GpuNeed(index, weights, gradients, state, update, activations, startup))
     return needs
+
+
+def _startup_bytes(stage: Stage, training: Training, experts_apart: bool) -> int:
+    """The most that lives while Megatron moves one virtual stage after another, dense parameters before experts, into buffers.
+
+    Each buffer of weights and gradients is there before the weights move into it, one parameter at a time.
+    """
+    buffers = [numel for chunk in stage.chunks for numel in (chunk if experts_apart else (sum(chunk),))]
+    moved, most = 0, 0
+    for numel in buffers:
+        moved += numel
+        waiting = stage.numel - moved + numel
+        most = max(most, (training.weight_bytes + training.gradient_bytes) * moved + training.weight_bytes * waiting)
+    return most
 
 
 def shard_numels(job: Job, stage: Stage, gpus: int) -> "tuple[int, ...]":

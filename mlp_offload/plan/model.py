@@ -93,14 +93,22 @@ class Stage:
 
     Attributes:
         layers: indices of its layers.
-        dense_numel: parameters that all data-parallel ranks hold alike, sharded among DP x CP by the optimizer.
-        expert_numel: parameters of experts, sharded among the ranks that hold the same experts.
+        chunks: of each virtual stage (dense, expert) parameters.
     """
 
     index: int
     layers: "tuple[int, ...]"
-    dense_numel: int
-    expert_numel: int
+    chunks: "tuple[tuple[int, int], ...]"
+
+    @property
+    def dense_numel(self) -> int:
+        """Parameters that all data-parallel ranks hold alike, sharded among DP x CP by the optimizer."""
+        return sum(dense for dense, _ in self.chunks)
+
+    @property
+    def expert_numel(self) -> int:
+        """Parameters of experts, sharded among the ranks that hold the same experts."""
+        return sum(expert for _, expert in self.chunks)
 
     @property
     def numel(self) -> int:
@@ -169,19 +177,21 @@ def layers_of_chunk(num_layers: int, layout: Layout, stage: int, chunk: int = 0)
 @functools.lru_cache(maxsize=4096)
 def stage_of(model: Model, layout: Layout, index: int) -> Stage:
     """The parameters of one pipeline stage on one of its tensor-parallel ranks."""
-    layers = _layers(model, layout, index)
-    moe = sum(model.is_moe(layer) for layer in layers)
-    dense = len(layers) * _attention(model, layout.tp) + (len(layers) - moe) * _dense_mlp(model, layout.tp)
-    dense += moe * _router_and_shared(model, layout.tp)
-    expert = moe * (model.num_experts // layout.ep) * _mlp(model, model.moe_ffn_hidden_size, layout.etp)
     embedding = model.padded_vocab_size(layout.tp) // layout.tp * model.hidden_size
-    first, last = index == 0, index == layout.pp - 1
-    if first:
-        dense += embedding + model.learned_positions * model.hidden_size
-    if last:
-        dense += model.norm_numel * model.hidden_size
-        dense += 0 if model.tied and first else embedding  # a tied last stage has a copy of the embedding
-    return Stage(index, layers, dense, expert)
+    runs = _layers(model, layout, index)
+    chunks = []
+    for chunk, layers in enumerate(runs):
+        moe = sum(model.is_moe(layer) for layer in layers)
+        dense = len(layers) * _attention(model, layout.tp) + (len(layers) - moe) * _dense_mlp(model, layout.tp)
+        dense += moe * _router_and_shared(model, layout.tp)
+        expert = moe * (model.num_experts // layout.ep) * _mlp(model, model.moe_ffn_hidden_size, layout.etp)
+        if index == 0 and chunk == 0:
+            dense += embedding + model.learned_positions * model.hidden_size
+        if index == layout.pp - 1 and chunk == layout.chunks - 1:
+            dense += model.norm_numel * model.hidden_size
+            dense += 0 if model.tied and layout.pp == 1 else embedding  # a tied last stage has a copy of the embedding
+        chunks.append((dense, expert))
+    return Stage(index, tuple(layer for layers in runs for layer in layers), tuple(chunks))
 
 
 def total_numel(model: Model, layout: Layout) -> int:
@@ -215,17 +225,17 @@ def matrix_numel_a_token(model: Model, layout: Layout) -> int:
 # ------------------------------------------------------------------------------------------ helpers
 
 
-def _layers(model: Model, layout: Layout, index: int) -> "tuple[int, ...]":
-    """Indices of a stage's layers: a run for each of its virtual stages, in rounds over all stages."""
-    layers: "list[int]" = []
+def _layers(model: Model, layout: Layout, index: int) -> "list[range]":
+    """Indices of a stage's layers, a run for each of its virtual stages; runs are dealt out in rounds over all stages."""
+    runs = []
     begin = 0
     for chunk in range(layout.chunks):
         for stage in range(layout.pp):
             count = layers_of_chunk(model.num_layers, layout, stage, chunk)
             if stage == index:
-                layers += range(begin, begin + count)
+                runs.append(range(begin, begin + count))
             begin += count
-    return tuple(layers)
+    return runs
 
 
 def _attention(model: Model, tp: int) -> int:

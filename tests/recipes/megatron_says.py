@@ -41,6 +41,7 @@ def answer(requests: "list[dict[str, Any]]") -> "list[dict[str, Any]]":
     wheel_gaps.fill()
     import megatron.training.arguments as arguments
     from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
+    from megatron.training.training import num_floating_point_operations
 
     answers = []
     for request in requests:
@@ -50,6 +51,7 @@ def answer(requests: "list[dict[str, Any]]") -> "list[dict[str, Any]]":
         arguments.validate_args(args, {})
         args.padded_vocab_size = vocab_size_with_padding(args.vocab_size, args)
         told = {name: getattr(args, name) for name in REPORTED}
+        told["flops"] = num_floating_point_operations(args, args.global_batch_size)
         if request["build"]:
             stages = [build(args, stage) for stage in range(args.pipeline_model_parallel_size)]
             told["stages"], told["startup_bytes"] = [s[0] for s in stages], [s[1] for s in stages]

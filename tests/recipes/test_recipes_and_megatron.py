@@ -11,6 +11,7 @@ import pytest
 from mlp_offload.plan.megatron_flags import read_flags
 from mlp_offload.plan.memory import gpu_needs
 from mlp_offload.plan.model import stage_of
+from mlp_offload.prediction import flops_of
 from mlp_offload.recipes import NAMES, load
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -102,6 +103,7 @@ def test_megatron_takes_a_recipe_and_means_what_plan_means(megatron, name, gigab
     assert (told["tensor_model_parallel_size"], told["pipeline_model_parallel_size"]) == (layout.tp, layout.pp)
     assert told["sequence_parallel"] == layout.sequence_parallel
     assert told["accumulate_allreduce_grads_in_fp32"] == job.training.fp32_main_grad
+    assert flops_of(job, job.training.global_batch_size) == pytest.approx(told["flops"], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -110,10 +112,9 @@ def test_every_stage_has_as_many_parameters_as_megatrons_model(megatron, name):
     _, flags = MODELS[name]
     job = read_flags([*TINY.split(), *CPU.split(), *DATA, *flags.split()])
     assert told["padded_vocab_size"] == job.model.padded_vocab_size(job.layout.tp)
-    # Buffers are padded by a few elements a parameter and bucket; these models are small, so that shows. The last virtual
-    # stage may be smaller than the mean of them, which is what is counted.
+    # Buffers are padded by a few elements a parameter and bucket; these models are small, so that shows.
     stages = gpu_needs(job, MODELS[name][0], offload=True)
     for need in stages:
-        assert 0.94 < told["startup_bytes"][need.stage] / need.startup < 1.06, need
+        assert 0.99 < told["startup_bytes"][need.stage] / need.startup < 1.06, need
     counted = [stage_of(job.model, job.layout, stage) for stage in range(job.layout.pp)]
     assert [[s.dense_numel, s.expert_numel] for s in counted] == told["stages"]

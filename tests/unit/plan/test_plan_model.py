@@ -6,14 +6,17 @@ from dataclasses import replace
 
 import pytest
 
+from mlp_offload import transfers
 from mlp_offload.config import PathConfig
 from mlp_offload.errors import ConfigError
+from mlp_offload.pipeline import StepPipeline
 from mlp_offload.plan.activations import layer_bytes
 from mlp_offload.plan.megatron_flags import read_flags
-from mlp_offload.plan.memory import Machine, needs_of
+from mlp_offload.plan.memory import GRADIENT_STAGINGS, STAGED_BYTES, Machine, needs_of
 from mlp_offload.plan.model import Layout, total_numel
 from mlp_offload.plan.search import changes_that_fit, on_these_nodes, smallest
 from mlp_offload.recipes import NAMES, load
+from mlp_offload.tiers import RankContext
 
 GIB = 2**30
 DISK = PathConfig("nvme", read=5 * 10**9, write=3 * 10**9)
@@ -164,6 +167,26 @@ def test_paths_hold_what_host_memory_does_not_and_spare_slots():
     saved = needs_of(job_of(more + " --async-save"), Machine(1, 2, paths=(DISK,)))
     usual = needs_of(job_of(more), Machine(1, 2, paths=(DISK,)))
     assert saved.paths[0].needed > 1.9 * usual.paths[0].needed
+
+
+def test_the_run_reserves_what_was_planned(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    paths = (replace(DISK, directory=str(tmp_path / "a")), replace(DISK, directory=str(tmp_path / "b"), write=10**9))
+    more = "--mlp-offload-subgroup-size 65536 --mlp-offload-host-memory 8MiB"
+    need = needs_of(job_of(more), Machine(1, 2, paths=paths))
+    config = need.job.offload.replace(paths=paths, job="plan")
+    reserved = need.host.buffers // 2 - need.residency.buffer_count * 10 * 65536
+    assert (GRADIENT_STAGINGS, STAGED_BYTES) == (transfers.STAGING_COUNT, transfers._GRADIENT_ITEMSIZE)
+    spaces = {"dense": list(need.shard_numels)}
+    pipeline = StepPipeline(config, spaces, RankContext(0, 0, 2), reserved_bytes=reserved, main_itemsize=2)
+    try:
+        assert [file.nbytes * 2 for file in pipeline.tiers.files] == [p.needed for p in need.paths]
+        assert [pipeline.tiers.homes_on(i) for i in range(2)] == [p.subgroups for p in need.paths]
+        assert pipeline.tiers.residency == need.residency
+        assert pipeline.tiers.pool.region[1] == need.residency.buffer_count * 10 * 65536
+    finally:
+        pipeline.close()
 
 
 def test_a_small_path_takes_what_it_can_and_too_small_ones_are_told_with_the_difference():
