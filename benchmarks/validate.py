@@ -198,11 +198,10 @@ holds only as long as that share is the same. All other numbers under "model say
 
 `mlp-offload simulate` does not use these formulas. It runs the step pipeline itself on paths that are only bandwidths, with a clock
 that jumps; order, hits, bytes and shares are those of a real run. Where storage limits a step, both agree
-(`tests/unit/test_simulator.py`). Beside measured steps it stands in `benchmarks/results`: `benchmarks/step.py` prints its prediction
-with every measurement.
+(`tests/unit/test_simulator.py`). `benchmarks/step.py` prints its prediction beside each measurement.
 
-What it leaves out: the processor's memory bandwidth, which transfers, checksums and the update share; differences between ranks; other
-jobs on a shared file system.
+What it leaves out: the memory bandwidth that transfers, checksums and the update share; differences between the ranks of a node, which
+do all at the same time; other jobs on a shared file system.
 """
 
 

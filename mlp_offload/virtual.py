@@ -251,44 +251,41 @@ class Lease:
 
 
 class Work:
-    """Durations of an update, and of the copies that ``transfers.CudaTransfers`` makes beside it."""
+    """Durations of an update, and of the copies that ``transfers.CudaTransfers`` makes beside it.
+
+    Weights leave faster than the next gradients come, so nobody waits for a staging buffer that they still fill.
+    """
 
     def __init__(self, clock: Clock, parameters_per_second: float, copy_bytes_per_second: float, reads_weights: bool):
         self._clock = clock
         self._rate = parameters_per_second
         self._copy_rate = copy_bytes_per_second
         self._to_host_bytes = GRADIENT_BYTES + (WEIGHT_BYTES if reads_weights else 0)
+        self.sent = 0.0  # when the last weights have left
         self.begin()
-        self.sent = 0.0
 
     def begin(self) -> None:
         """A step begins."""
-        self._staged: "dict[int, float]" = {}  # subgroup -> when its gradients are on the host
-        self._free = [0.0] * STAGING_COUNT  # when the last weights have left each staging buffer that holds nothing
+        self._staged: "dict[int, float]" = {}  # subgroup -> when its gradients (and old weights) are on the host
         self._to_host = self._clock.now
 
     def prepare(self, subgroup: Subgroup) -> None:
-        if self._copy_rate and subgroup.index not in self._staged and self._free:
+        if self._copy_rate and subgroup.index not in self._staged and len(self._staged) < STAGING_COUNT:
             self._bring(subgroup)
 
     def update(self, subgroup: Subgroup, state: StateView) -> None:
         clock = self._clock
-        if not self._copy_rate:
-            clock.advance(clock.now + subgroup.numel / self._rate)
-            return
-        if subgroup.index not in self._staged:  # it comes before its turn
-            if not self._free:  # another one that was prepared gives way, and is brought again
-                del self._staged[next(iter(self._staged))]
-                self._free.append(0.0)
-            self._bring(subgroup)
-        begin = max(clock.now, self._staged.pop(subgroup.index))
+        begin = clock.now
+        if self._copy_rate:
+            if subgroup.index not in self._staged:  # it comes before its turn
+                if len(self._staged) == STAGING_COUNT:  # another one gives way, and is brought again
+                    del self._staged[next(iter(self._staged))]
+                self._bring(subgroup)
+            begin = max(begin, self._staged.pop(subgroup.index))
         clock.advance(begin + subgroup.numel / self._rate)
-        self.sent = max(self.sent, clock.now) + subgroup.numel * WEIGHT_BYTES / self._copy_rate
-        self._free.append(self.sent)
+        if self._copy_rate:
+            self.sent = max(self.sent, clock.now) + subgroup.numel * WEIGHT_BYTES / self._copy_rate
 
     def _bring(self, subgroup: Subgroup) -> None:
-        """Gradients at once; the old weights when those before them have left the buffer."""
-        gradients = max(self._to_host, self._clock.now) + subgroup.numel * GRADIENT_BYTES / self._copy_rate
-        weights = subgroup.numel * (self._to_host_bytes - GRADIENT_BYTES) / self._copy_rate
-        self._to_host = max(gradients, self._free.pop(0)) + weights
-        self._staged[subgroup.index] = self._to_host
+        seconds = subgroup.numel * self._to_host_bytes / self._copy_rate
+        self._to_host = self._staged[subgroup.index] = max(self._to_host, self._clock.now) + seconds

@@ -109,7 +109,7 @@ def draw_history(steps: "Sequence[StepNumbers]", axes: "Axes", title: str = "") 
                 x,
                 _thin(phases[phase], factor),
                 color=COLORS[phase],
-                label=f"{phase} (at the same time)",
+                label=f"{phase}, in parallel",
                 lw=1.8,
                 marker=marker,
             )
@@ -120,7 +120,7 @@ def draw_history(steps: "Sequence[StepNumbers]", axes: "Axes", title: str = "") 
     axes.set_ylabel(f"{unit} a step")
     axes.set_title(title, fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=6, frameon=False, fontsize=9)
 
 
 def figure(pictures: "Sequence[tuple[StepRecord, Sequence[StepNumbers], str, str]]", dark: bool = False) -> "Figure":

@@ -189,8 +189,11 @@ class Run:
         """Why no more steps will come, or None as long as some may: the ranks said so, or their processes here are gone."""
         if not self.logs:
             return None
+        current = self.current()
         open_logs = [
-            log for log in self.logs.values() if not log.ended and (log.starting or log in self.current().values())
+            log
+            for log in self.logs.values()
+            if not log.ended and (log.rank in current or log.starting or not log.steps)
         ]
         if not open_logs:
             return "the run has ended"

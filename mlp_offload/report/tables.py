@@ -71,7 +71,7 @@ def path_cells(use: PathUse, name: str = "") -> "tuple[str, ...]":
     return (
         name or use.path,
         use.direction,
-        f"{use.bytes_a_step / 1e9:.3g} GB",
+        format_rate(use.bytes_a_step).removesuffix("/s"),
         format_rate(use.bytes_per_second),
         format_rate(known) if known else "not known",
         f"{use.bytes_per_second / known:.0%}" if known else "",
@@ -81,8 +81,8 @@ def path_cells(use: PathUse, name: str = "") -> "tuple[str, ...]":
 
 
 def seconds(value: float) -> str:
-    """ "120 ms" or "1.20 s"."""
-    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s"
+    """ "1.20 ms", "120 ms" or "1.20 s"."""
+    return f"{value * 1e3:.2f} ms" if value < 0.01 else f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s"
 
 
 def render(runs: "Sequence[tuple[str, Report, Sequence[Finding]]]") -> RenderableType:

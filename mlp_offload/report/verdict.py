@@ -42,13 +42,9 @@ def _bound(report: Report) -> "list[Finding]":
     place = ""
     if report.iteration_p50:
         share = report.step_p50 / report.iteration_p50
-        if share < SMALL:
-            return [
-                Finding(
-                    "compute-bound",
-                    f"compute-bound: the optimizer step is {share:.1%} of an iteration; nothing to gain here.",
-                )
-            ]
+        if _is_small(report):
+            text = f"compute-bound: the optimizer step is {share:.1%} of an iteration; nothing to gain here."
+            return [Finding("compute-bound", text)]
         place = f" The step is {share:.0%} of an iteration."
     busy = {use.path: use.busy_share for use in report.paths}
     saturated = [path for path, share in busy.items() if share >= SATURATED]
@@ -68,6 +64,10 @@ def _bound(report: Report) -> "list[Finding]":
     return [Finding("balanced", f"balanced: {update:.0%} of the step updates, {stall:.0%} waits for storage." + place)]
 
 
+def _is_small(report: Report) -> bool:
+    return report.iteration_p50 is not None and report.step_p50 < SMALL * report.iteration_p50
+
+
 def _saturated(report: Report, stall: float, paths: "list[str]") -> str:
     """A saturated path sets the time of the step, however much of the update hides in it."""
     named = " and ".join(f"{path} ({_speeds(report.paths, path)})" for path in paths)
@@ -85,7 +85,9 @@ def _saturated(report: Report, stall: float, paths: "list[str]") -> str:
 
 
 def _speeds(uses: "list[PathUse]", path: str) -> str:
-    return ", ".join(f"{u.direction} {format_rate(u.bytes_per_second)}" for u in uses if u.path == path)
+    return ", ".join(
+        f"{u.direction} {format_rate(u.bytes_per_second)}" for u in uses if u.path == path and u.bytes_a_step
+    )
 
 
 def _update_bound(report: Report, update: float) -> str:
@@ -108,9 +110,9 @@ def _update_bound(report: Report, update: float) -> str:
 
 def _skewed(report: Report) -> "list[Finding]":
     skew = report.skew
-    if skew is None or skew.slowest_over_median < SKEWED:
+    if skew is None or skew.slowest_over_median < SKEWED or _is_small(report):
         return []
-    if skew.share_of_steps > 0.5 and skew.rank_over_median >= SKEWED:
+    if skew.rank_over_median >= SKEWED:  # in more than half of the steps
         where = (
             "waits longer for storage: look at its paths"
             if skew.phase == "stall"

@@ -54,17 +54,17 @@ def test_json_has_the_numbers_of_the_simulator(capsys):
 
 
 def test_the_table_says_what_was_assumed(capsys):
-    status, output, _ = told(capsys, *ASKED)
+    status, output, _ = told(capsys, *ASKED, "--ranks", 2)
     assert status == 0
     for words in (
-        "1000 M parameters, Adam at 1e+09/s (assumed)",
+        "1000 M parameters, each of 2 ranks, Adam at 1e+09/s (assumed)",
         "fetch",
         "flush",
         "stall",
         "share of the bound",
         "hit rate",
     ):
-        assert words in output, words
+        assert words in " ".join(output.split()), words
     assert "rank skew" not in output
     assert "(assumed)" not in told(capsys, *ASKED, "--adam-rate", "1e9")[1]
 
@@ -196,5 +196,6 @@ def test_it_works_without_torch_and_says_what_pictures_need(tmp_path):
         return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
 
     assert run().returncode == 0
-    done = run("--png", str(tmp_path / "s.png"))
+    done = run("--png", str(tmp_path / "s.png"), "--trace", str(tmp_path / "s.json"))
     assert done.returncode == 1 and "pictures need matplotlib" in done.stderr
+    assert not list(tmp_path.iterdir()), "told before any work"

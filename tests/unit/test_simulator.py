@@ -67,6 +67,12 @@ def test_flushes_go_on_while_the_model_computes():
     assert hurried.step_seconds > second.step_seconds + 1, "what is still being written holds its buffer"
 
 
+def test_the_last_record_has_all_its_flushes():
+    # 6 of 20 are resident, and 4 of the 6 staging buffers keep theirs. The one flush to the slow path lands last.
+    records = run(20, 12, paths=((1, 0.05), (1, 0.2)), update=0.01, compute_seconds=0.0, steps=3)
+    assert [sum(record.bytes_written.values()) for record in records] == [10 * RECORD_BYTES] * 3
+
+
 def test_one_limit_for_both_directions():
     apart, together = (run(60, 8, paths=[rates], update=0.01, steps=3)[-1] for rates in ((1, 1), (1, 1, 1)))
     assert apart.step_seconds == pytest.approx(54, rel=0.05)

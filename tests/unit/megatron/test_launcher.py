@@ -62,6 +62,11 @@ def test_one_process_trains_with_offload_and_tells_its_losses(tmp_path):
     assert all(set(step["bytes_read"]) == {str(d) for d in storage} for step in steps)
     summaries = [line for line in done.stdout.splitlines() if "| offload: step" in line]
     assert [line.split()[1] for line in summaries] == ["2"]
+    assert done.stderr.count("no GPU found") == 1
+    assert "  state                 579.4 KiB: 59328 parameters of 10 bytes in 20 subgroups" in done.stdout
+    assert "  host_memory           600.0 KiB" in done.stdout
+    assert f"  path                  {storage[1]}: " in done.stdout
+    assert [list(directory.iterdir()) for directory in storage] == [[], []]
     if importlib.util.find_spec("tensorboard"):
         scalars_are_those_of_the_telemetry(tmp_path / "tensorboard", steps[0], storage)
 
@@ -75,20 +80,15 @@ def scalars_are_those_of_the_telemetry(directory: Path, step: "dict", storage: "
     ours = {tag[12:]: events.Scalars(tag) for tag in events.Tags()["scalars"] if tag.startswith("mlp-offload/")}
     assert all([event.step for event in found] == [2] for found in ours.values())
     values = {name: events[0].value for name, events in ours.items()}
-    assert values["step-seconds"] == pytest.approx(step["step_seconds"], rel=1e-4)
+    assert values["step-seconds"] == pytest.approx(step["step_seconds"], abs=2e-6)
     for phase in ("fetch", "update", "flush", "stall"):
-        assert values[f"{phase}-seconds"] == pytest.approx(step[f"{phase}_seconds"], rel=1e-4)
+        assert values[f"{phase}-seconds"] == pytest.approx(step[f"{phase}_seconds"], abs=2e-6)
     assert values["hit-rate"] == pytest.approx(step["hit_count"] / (step["hit_count"] + step["fetch_count"]))
     for i, path in enumerate(map(str, storage)):
         for direction, phase, moved in (("read", "fetch", "bytes_read"), ("write", "flush", "bytes_written")):
             seconds = union_seconds((e[2], e[3]) for e in step["events"] if (e[0], e[4]) == (phase, path))
             rate = values[f"path-{i}-{direction}-GB-per-second"]
-            assert rate == pytest.approx(step[moved][path] / seconds / 1e9, rel=0.01)
-    assert done.stderr.count("no GPU found") == 1
-    assert "  state                 579.4 KiB: 59328 parameters of 10 bytes in 20 subgroups" in done.stdout
-    assert "  host_memory           600.0 KiB" in done.stdout
-    assert f"  path                  {storage[1]}: " in done.stdout
-    assert [list(directory.iterdir()) for directory in storage] == [[], []]
+            assert rate == pytest.approx(step[moved][path] / seconds / 1e9, rel=0.05)
 
 
 def test_an_option_that_offload_refuses_is_told_in_one_line(tmp_path):
