@@ -28,6 +28,8 @@ ALLOWED = {
     "virtual": {"config", "plan", "tiers"},
     "simulator": {"config", "opening", "pipeline", "plan", "rates", "storage", "telemetry", "tiers", "virtual"},
     "trace": {"telemetry"},
+    "recipes": set(),
+    "prediction": {"config", "plan", "simulator"},
     "snapshot": {"_native", "adam", "pipeline", "plan", "storage", "tiers", "updates"},
     "startup": {"adam", "storage", "tiers"},
     "report": {"telemetry"},
@@ -37,9 +39,17 @@ ALLOWED = {
         *("adam", "checkpoint", "config", "optimizer", "pipeline", "plan", "startup", "storage", "telemetry", "tiers"),
         *("report", "snapshot", "transfers", "updates"),
     },
-    "cli": {"config", "megatron", "report", "simulator", "telemetry", "trace"},
+    "cli": {
+        *("config", "megatron", "plan", "prediction", "recipes", "report", "simulator", "storage", "telemetry"),
+        "trace",
+    },
     "__init__": {"config", "optimizer"},
     "__main__": {"cli"},
+}
+
+NEED_NO_TORCH = {
+    *("config", "errors", "plan", "prediction", "recipes", "report", "simulator", "storage", "telemetry", "units"),
+    "virtual",
 }
 
 
@@ -77,7 +87,7 @@ def test_imports_go_one_way():
         rooms = {name for kind, name in found if kind == "room"} - {room, "errors", "units", "__version__"}
         assert rooms <= ALLOWED[room], f"{file}: imports {rooms - ALLOWED[room]}"
         modules = {name for kind, name in found if kind == "module"}
-        if room in ("plan", "storage", "config", "errors", "units", "telemetry", "report"):
+        if room in NEED_NO_TORCH:
             assert "torch" not in modules, f"{file}: needs no torch"
         if room != "megatron":
             assert "megatron" not in modules, f"{file}: only the megatron room imports Megatron"
