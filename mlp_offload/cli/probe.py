@@ -132,7 +132,6 @@ def _execute(options: argparse.Namespace) -> int:
 
 
 def _probe(options: argparse.Namespace) -> int:
-    from ..storage.engine import direct_supported
     from ..storage.facts import facts_of, shared_devices
     from ..storage.jobdir import check_directories
     from ..storage.probe_cache import measuring
@@ -146,7 +145,6 @@ def _probe(options: argparse.Namespace) -> int:
     directories = [str(d) for d in check_directories([path.resolved_directory() for path in paths])]
     facts = [facts_of(directory) for directory in directories]
     _check_room(paths, facts, size_bytes)
-    supports = [direct_supported(directory) for directory in directories]
     settings = [[_settings(config, path) for config in configs] for path in paths]
 
     cases = plan(len(paths), process_count, len(blocks))
@@ -157,7 +155,7 @@ def _probe(options: argparse.Namespace) -> int:
         each_bytes = size_bytes // process_count
         processes = undo.enter_context(ProbeProcesses(process_count, directories, each_bytes, settings))
         rows, mixed = _measure(processes, cases, directories, blocks, options)
-        engines = processes.engines
+        engines, supports = processes.engines, processes.supports
     if not options.no_cache:
         _store(cases, mixed, facts, settings, options.seconds)
     last = {row.directory: row for row in rows if row.block_size == blocks[0]}  # the largest case of each comes last

@@ -1,7 +1,7 @@
 """Several processes that measure the same paths at the same time, as the ranks of a node use them.
 
-The parent writes one JSON object a line to each worker and reads one from each; a worker ends when its input does. So
-however the parent dies, its workers end soon, and their scratch files have no name any more by then.
+The parent writes one JSON object a line to each worker and reads one from each; a worker ends when its input does, so
+however the parent dies. The scratch files have a name only while they are opened, and are guarded that long.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any, final
 
 from ..errors import OffloadError
-from .engine import direct_supported
+from .engine import DirectSupport, file_takes_direct
 from .jobdir import ScratchFile
 from .meter import OPERATIONS, Meter, Moved
 from .statefile import allocate
@@ -49,7 +51,8 @@ class ProbeProcesses:
         settings: one a path and block size, ``settings[path][block size]``: of ``Meter``, without support.
 
     Attributes:
-        engines: (engine, whether direct) that each path got.
+        engines: (kind, whether direct) that each path got.
+        supports: what each path says to direct I/O.
 
     Raises:
         ProbeFailed: a worker cannot make its files; names the path and the reason. Nothing is left then.
@@ -79,6 +82,7 @@ class ProbeProcesses:
             self.close()
             raise
         self.engines: "list[tuple[str, bool]]" = [tuple(engine) for engine in answers[0]["engines"]]
+        self.supports = [DirectSupport(*support) for support in answers[0]["supports"]]
 
     def fill(self, path: int) -> int:
         """All workers write their files on one path; bytes written."""
@@ -164,24 +168,32 @@ class ProbeProcesses:
 
 
 def main() -> None:
-    """Answer each line of standard input with one of standard output, until the input ends. The first makes the files."""
-    worker: "_Worker | None" = None
-    with contextlib.ExitStack() as undo:
+    """Answer each line of standard input with one of standard output. The first line makes the files.
+
+    The end of the input ends the process at once, whatever it is doing; scratch files that still have a name then are
+    removed by their guards.
+    """
+    lines: "queue.SimpleQueue[str]" = queue.SimpleQueue()
+
+    def listen() -> None:
         for line in sys.stdin:
-            todo = json.loads(line)
-            answer: "dict[str, Any]"
-            try:
-                if worker is None:
-                    worker = _Worker(undo, **todo)
-                    answer = {"engines": worker.engines}
-                else:
-                    answer = getattr(worker, todo.pop("do"))(**todo)
-            except (OffloadError, OSError) as error:
-                answer = {"error": str(error)}
-            try:
-                os.write(1, json.dumps(answer).encode() + b"\n")
-            except BrokenPipeError:  # the parent is dead
-                return
+            lines.put(line)
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    worker: "_Worker | None" = None
+    while True:
+        todo = json.loads(lines.get())
+        answer: "dict[str, Any]"
+        try:
+            if worker is None:
+                worker = _Worker(**todo)
+                answer = {"engines": worker.engines, "supports": worker.supports}
+            else:
+                answer = getattr(worker, todo.pop("do"))(**todo)
+        except (OffloadError, OSError) as error:
+            answer = {"error": str(error)}
+        os.write(1, json.dumps(answer).encode() + b"\n")
 
 
 class _Worker:
@@ -189,7 +201,6 @@ class _Worker:
 
     def __init__(
         self,
-        undo: contextlib.ExitStack,
         job: str,
         rank: int,
         directories: "list[str]",
@@ -197,23 +208,23 @@ class _Worker:
         settings: "list[list[dict[str, Any]]]",
     ):
         self._meters: "list[list[Meter]]" = []
+        self.supports: "list[DirectSupport]" = []
         for directory, of_blocks in zip(directories, settings):
             # It is guarded until it has no name any more, and lies where state files lie, with their striping.
             with ScratchFile.create(directory, job=job, rank=rank, name="probe") as scratch:
                 try:
-                    support = direct_supported(scratch.path.parent)
+                    support = file_takes_direct(scratch.path)
                     allocate(scratch.path, size_bytes)
                 except OSError as error:
                     raise ProbeFailed(
                         f"path '{directory}': {size_bytes} bytes for measuring cannot be had: {error.strerror}. Free space "
                         "there (see the quota command, too), or give a smaller --size"
                     ) from error
+                self.supports.append(support)
                 times = {"warn_seconds": REQUEST_SECONDS, "timeout_seconds": REQUEST_SECONDS}
                 self._meters.append([])
                 for options in of_blocks:
-                    meter = Meter(scratch.path, size_bytes, support=support, **options, **times)
-                    undo.callback(meter.close)
-                    self._meters[-1].append(meter)
+                    self._meters[-1].append(Meter(scratch.path, size_bytes, support=support, **options, **times))
         self.engines = [(meters[0].kind, meters[0].direct) for meters in self._meters]
 
     def fill(self, path: int) -> "dict[str, int]":

@@ -51,14 +51,18 @@ def test_both_directions_are_measured_and_nothing_is_left(directory, kind, direc
 )
 def test_no_more_room_is_taken_than_asked_whatever_the_block_size(tmp_path, monkeypatch, block_size, max_bytes):
     ends, sizes = set(), set()
-    for name in ("read", "write"):
+    originals = {name: getattr(Engine, name) for name in ("read", "write")}
 
-        def move(self, offset, address, nbytes, original=getattr(Engine, name), **settings):
+    def seen(name):
+        def move(self, offset, address, nbytes, **settings):
             ends.add(offset + nbytes)
             sizes.add(nbytes)
-            return original(self, offset, address, nbytes, **settings)
+            return originals[name](self, offset, address, nbytes, **settings)
 
-        monkeypatch.setattr(Engine, name, move)
+        return move
+
+    for name in originals:
+        monkeypatch.setattr(Engine, name, seen(name))
     probe(tmp_path, block_size=block_size, max_bytes=max_bytes, max_seconds=0.05)
     (size,) = sizes
     assert max(ends) <= max_bytes // size * size and size % 512 == 0
