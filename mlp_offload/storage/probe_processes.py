@@ -211,7 +211,7 @@ class _Worker:
         self.supports: "list[DirectSupport]" = []
         for directory, of_blocks in zip(directories, settings):
             # It is guarded until it has no name any more, and lies where state files lie, with their striping.
-            with ScratchFile.create(directory, job=job, rank=rank, name="probe") as scratch:
+            with ScratchFile.create(directory, job=job, rank=rank, name="probe", reclaim=False) as scratch:
                 try:
                     support = file_takes_direct(scratch.path)
                     allocate(scratch.path, size_bytes)
