@@ -98,7 +98,8 @@ def _memory() -> "Iterator[Finding]":
 
     memory, group = psutil.virtual_memory(), cgroup_available_bytes()
     available = available_memory_bytes()
-    limit = "no cgroup limit" if group is None else f"the cgroup leaves {format_bytes(group)}"
+    unlimited = group is None or group > memory.total  # version 1 writes "no limit" as a very large number
+    limit = "no cgroup limit" if unlimited else f"the cgroup leaves {format_bytes(group)}"
     found = f"{format_bytes(available)} can be taken; the machine has {format_bytes(memory.total)}, {limit}"
     if available < _LITTLE_MEMORY:
         yield Finding(

@@ -86,18 +86,17 @@ def _show(findings: Sequence[Finding]) -> None:
 
     console = Console()
     console = console if console.is_terminal else Console(width=160)
-    table = Table("", "", "found", "what to do", show_lines=False)
-    area = None
-    for finding in findings:
-        if finding.area != area:
-            area = finding.area
-            table.add_section()
-            table.add_row("", Text(area, style="bold", overflow="fold"))
-        level = Text(finding.level, style=_STYLES[finding.level])
-        # Text, because what was found may have brackets, which rich reads as styles.
-        cells = (Text(text, overflow="fold") for text in (finding.subject, finding.found, finding.advice))
-        table.add_row(level, *cells)
-    console.print(table)
+    for area in dict.fromkeys(finding.area for finding in findings):
+        table = Table("", "", "found", "what to do", title=Text(area, style="bold"), title_justify="left", expand=True)
+        for column, (share, width) in zip(table.columns, ((None, 7), (None, 18), (3, None), (2, None))):
+            column.ratio, column.width = share, width
+        for finding in findings:
+            if finding.area == area:
+                level = Text(finding.level, style=_STYLES[finding.level])
+                # Text, because what was found may have brackets, which rich reads as styles.
+                cells = (Text(text, overflow="fold") for text in (finding.subject, finding.found, finding.advice))
+                table.add_row(level, *cells)
+        console.print(table)
     counts = Counter(finding.level for finding in findings)
     problems = f"{counts[PROBLEM]} problem{'s' if counts[PROBLEM] != 1 else ''}"
     verdict = f"{problems}: a run will not work here" if counts[PROBLEM] else "nothing stops a run"
