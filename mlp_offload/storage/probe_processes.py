@@ -34,7 +34,7 @@ FILL_SECONDS = 5.0
 
 # Beside the time that an answer takes anyway.
 _PATIENCE_SECONDS = REQUEST_SECONDS + 30.0
-_START_SECONDS = 0.05  # until the last worker has read what to do
+_START_SECONDS = 0.02  # until the last worker has read what to do
 
 
 class ProbeFailed(OffloadError):
@@ -170,15 +170,17 @@ class ProbeProcesses:
 def main() -> None:
     """Answer each line of standard input with one of standard output. The first line makes the files.
 
-    The end of the input ends the process at once, whatever it is doing; scratch files that still have a name then are
-    removed by their guards.
+    The end of the input ends the process at once, whatever it measures, or when the files it is making have no name
+    any more.
     """
     lines: "queue.SimpleQueue[str]" = queue.SimpleQueue()
+    making = threading.Lock()
 
     def listen() -> None:
         for line in sys.stdin:
             lines.put(line)
-        os._exit(0)
+        with making:
+            os._exit(0)
 
     threading.Thread(target=listen, daemon=True).start()
     worker: "_Worker | None" = None
@@ -187,7 +189,8 @@ def main() -> None:
         answer: "dict[str, Any]"
         try:
             if worker is None:
-                worker = _Worker(**todo)
+                with making:
+                    worker = _Worker(**todo)
                 answer = {"engines": worker.engines, "supports": worker.supports}
             else:
                 answer = getattr(worker, todo.pop("do"))(**todo)

@@ -101,7 +101,7 @@ def farthest(paths, rows, tolerance):
 def test_the_probe_command_finds_the_caps_within_five_percent(paths, tmp_path):
     rows = []
     for _ in range(4):  # more where other work takes these cores
-        rows += probe_command(paths[:1], tmp_path, "--processes", "1", "--seconds", "0.8", "--size", "96MiB")[0]
+        rows += probe_command(paths[:1], tmp_path, "--processes", "1", "--seconds", "0.5", "--size", "64MiB")[0]
         if not (far := farthest(paths[:1], rows, 0.05)):
             break
     assert not far, (far, rows)

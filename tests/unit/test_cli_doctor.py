@@ -190,21 +190,34 @@ def test_gpus_that_torch_does_not_see_are_a_problem(monkeypatch):
 # ------------------------------------------------------------------------------------------ machine
 
 
-def test_limits_are_told_with_what_raises_them():
+def test_limits_cores_batch_system_and_scratch_are_seen_with_what_to_do(tmp_path):
+    one = min(os.sched_getaffinity(0))
+
     def lower():
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**30, resource.RLIM_INFINITY))
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**16, 2**16))
+        os.sched_setaffinity(0, {one})
 
-    usual, lowered = in_process(MACHINE), in_process(MACHINE, preexec_fn=lower)
-    assert lowered["file size"]["level"] == NOTE and "1.0 GiB" in lowered["file size"]["found"]
-    assert lowered["file size"]["advice"] == "ulimit -f unlimited"
-    assert lowered["open files"]["level"] == NOTE and "200" in lowered["open files"]["found"]
-    assert "64.0 KiB" in lowered["locked memory"]["found"]
-    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    assert (usual["file size"]["level"] == OK) == (soft == resource.RLIM_INFINITY)
+    variables = {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_TMPDIR": str(tmp_path),
+        "LOCAL_SCRATCH": "/dev/shm",
+        "TMPDIR": "/no/where",
+    }
+    found = in_process(MACHINE, environment=variables, preexec_fn=lower)
+    assert found["file size"]["level"] == NOTE and "1.0 GiB" in found["file size"]["found"]
+    assert found["file size"]["advice"] == "ulimit -f unlimited"
+    assert found["open files"]["level"] == NOTE and "200" in found["open files"]["found"]
+    assert "64.0 KiB" in found["locked memory"]["found"]
+    assert found["cores"]["level"] == NOTE and f"1 of {os.cpu_count()} cores ({one})" in found["cores"]["found"]
+    assert found["batch system"]["found"] == "SLURM job 4711; job name slurm-4711"
+    assert found["$SLURM_TMPDIR"]["level"] == OK and found["$SLURM_TMPDIR"]["found"].startswith(f"{tmp_path}: ")
+    assert found["$LOCAL_SCRATCH"]["level"] == NOTE and "this is host memory" in found["$LOCAL_SCRATCH"]["found"]
+    assert found["$TMPDIR"]["level"] == NOTE and "No such file" in found["$TMPDIR"]["found"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     not _native.io_uring_available()[0] or os.geteuid() != 0, reason="needs io_uring, and root to leave it"
 )
@@ -231,27 +244,10 @@ print(finding.level, finding.advice)
     assert done.stdout.splitlines() == ["ok", "note ulimit -l unlimited"], done
 
 
-def test_the_batch_system_and_scratch_variables_are_seen(tmp_path):
-    variables = {
-        "SLURM_JOB_ID": "4711",
-        "SLURM_TMPDIR": str(tmp_path),
-        "LOCAL_SCRATCH": "/dev/shm",
-        "TMPDIR": "/no/where",
-    }
-    found = in_process(MACHINE, environment=variables)
-    assert found["batch system"]["found"] == "SLURM job 4711; job name slurm-4711"
-    assert found["$SLURM_TMPDIR"]["level"] == OK and found["$SLURM_TMPDIR"]["found"].startswith(f"{tmp_path}: ")
-    assert found["$LOCAL_SCRATCH"]["level"] == NOTE and "this is host memory" in found["$LOCAL_SCRATCH"]["found"]
-    assert found["$TMPDIR"]["level"] == NOTE and "No such file" in found["$TMPDIR"]["found"]
-
-
-def test_a_job_without_memory_or_cores_is_told(monkeypatch):
+def test_a_job_without_memory_is_told(monkeypatch):
     monkeypatch.setattr("mlp_offload.storage.memory.available_memory_bytes", lambda: 2**28)
     (finding,) = check_machine._memory()
     assert finding.level == NOTE and finding.found.startswith("256.0 MiB can be taken")
-    one = min(os.sched_getaffinity(0))
-    found = in_process(MACHINE, preexec_fn=lambda: os.sched_setaffinity(0, {one}))
-    assert found["cores"]["level"] == NOTE and f"1 of {os.cpu_count()} cores ({one})" in found["cores"]["found"]
 
 
 def test_a_lock_directory_that_others_can_enter_is_a_problem(monkeypatch):
@@ -335,13 +331,14 @@ def test_a_read_only_and_a_full_file_system_are_problems(tmp_path):
         (tmp_path / name).mkdir()
     script = 'mount -t tmpfs -o ro none "$1/ro" && mount -t tmpfs -o size=1m none "$1/full" && shift && exec "$@"'
     before = ["unshare", "-m", "sh", "-c", script, "sh", str(tmp_path)]
-    assert "mounted read-only" in in_process(PATHS, tmp_path / "ro", before=before)["directory"]["found"]
-    found = in_process(PATHS, tmp_path / "full", before=before)
+    found = in_process(PATHS, tmp_path / "ro", tmp_path / "full", before=before)
+    assert found["directory"]["level"] == PROBLEM and "mounted read-only" in found["directory"]["found"]
     assert found["room"]["level"] == PROBLEM and found["state file"]["level"] == PROBLEM
     assert "No space left" in found["state file"]["found"]
 
 
 @as_root
+@pytest.mark.full
 def test_the_alignment_of_a_device_with_large_sectors_is_found(tmp_path):
     """And a file system without room for files, which only its inodes tell."""
     with open(tmp_path / "image", "wb") as image:
