@@ -75,6 +75,20 @@ def test_time_ends_it_before_the_bytes_do(tmp_path):
     assert found.written_bytes < 2**30 and time.monotonic() - begin < 5
 
 
+def test_reads_and_writes_are_under_way_together(tmp_path, monkeypatch):
+    """As in a step; what fills the file before is not counted."""
+    names, originals = [], {name: getattr(Engine, name) for name in ("read", "write")}
+
+    def seen(name):
+        return lambda *arguments, **settings: names.append(name) or originals[name](*arguments, **settings)
+
+    for name in originals:
+        monkeypatch.setattr(Engine, name, seen(name))
+    probe(tmp_path, max_bytes=2**25, max_seconds=0.1)
+    last_write = len(names) - 1 - names[::-1].index("write")
+    assert "read" in names[:last_write]
+
+
 def test_the_bytes_can_not_be_compressed(tmp_path, monkeypatch):
     seen = []
 
