@@ -126,12 +126,15 @@ class ScratchFile:
         self._owner_pid = os.getpid()
 
     @classmethod
-    def create(cls, directory: str | os.PathLike[str], *, job: str, rank: int, name: str) -> ScratchFile:
+    def create(
+        cls, directory: str | os.PathLike[str], *, job: str, rank: int, name: str, reclaim: bool = True
+    ) -> ScratchFile:
         """``directory/mlp-offload-<job>/<host>-rank<rank>-<name>.state``, locked, guarded and empty.
 
         Args:
             job: from ``job_name()``.
             name: tells apart several optimizers of one process.
+            reclaim: whether to remove what dead processes left on the path.
 
         Raises:
             ConfigError: the directory or the job directory in it cannot be used, or ``name`` cannot be part of one.
@@ -149,7 +152,7 @@ class ScratchFile:
             undo.callback(sweeper.dismiss)
             undo.callback(_remove, path)
             stripe(job_directory, may_advise=rank == 0)  # a file's layout is fixed when it is made
-            reclaimed_bytes = _reclaim_stale(path, job)
+            reclaimed_bytes = _reclaim_stale(path, job) if reclaim else 0
             _create_file(path)
             return cls(path, reclaimed_bytes, sweeper.pid, undo.pop_all())
 
@@ -260,6 +263,21 @@ def _reclaim_stale(path: Path, job: str) -> int:
             ", ".join(sorted(jobs)),
         )
     return reclaimed_bytes
+
+
+def left_over(directory: Path) -> "tuple[int, list[str]]":
+    """(bytes, names of jobs) of state files on a path that this user's dead processes on this host left; all stay."""
+    pattern = re.compile(re.escape(host_name()) + r"-rank\d+-[A-Za-z0-9._-]+\.state")
+    total, jobs = 0, []
+    for job_directory in _private_job_directories(directory):
+        with suppress(OSError):  # another process removes it at this moment
+            for file in [file for file in job_directory.iterdir() if pattern.fullmatch(file.name)]:
+                lock = NodeLock.acquire(str(file), {"pid": os.getpid(), "state_file": str(file)})
+                if lock is not None:
+                    total += file.lstat().st_blocks * 512 if file.exists() else 0
+                    lock.release()
+                    jobs.append(job_directory.name.removeprefix(_JOB_PREFIX))
+    return total, sorted(set(jobs))
 
 
 def _private_job_directories(parent: Path) -> "list[Path]":
