@@ -15,11 +15,12 @@ from ..report import draw
 from ..report.analysis import Report, analyze
 from ..report.numbers import StepNumbers
 from ..report.verdict import judge
-from ..simulator import SimulatedPath, simulate
 from ..telemetry import StepRecord, read_line
 from ..trace import chrome_trace, write_trace
 from ..units import parse_bytes
 from . import output
+
+# The simulator is imported when it is used: it needs the native module, which `doctor` may find to be missing.
 
 ADAM_RATE = 1e9
 """Parameters a second of one rank where none are given: a handful of cores."""
@@ -126,6 +127,8 @@ def _execute(options: argparse.Namespace) -> int:
         steps = [StepNumbers.of(record) for record in records]
         report = analyze({rank: steps}, {rank: header} if header else None)
     else:
+        from ..simulator import simulate
+
         inputs = _inputs(options)
         records, rank = simulate(**inputs), 0
         steps = [StepNumbers.of(record) for record in records]
@@ -167,6 +170,8 @@ def _inputs(options: argparse.Namespace) -> "dict[str, Any]":
     Raises:
         ConfigError: one is missing or cannot be read.
     """
+    from ..simulator import SimulatedPath
+
     inputs: "dict[str, Any]" = {
         "paths": [],
         "subgroup_size": OffloadConfig().subgroup_size,
@@ -197,6 +202,8 @@ def _inputs(options: argparse.Namespace) -> "dict[str, Any]":
 
 def _planned(file: Path) -> "dict[str, Any]":
     """What stands under ``simulate`` in the JSON of a plan: arguments of ``simulator.simulate``, paths as objects."""
+    from ..simulator import SimulatedPath, simulate
+
     try:
         items = json.loads(file.read_text(encoding="utf-8"))
         inputs = dict(items["simulate"])
