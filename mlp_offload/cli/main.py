@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import OffloadError
-from . import output, patch, run
+from . import clean, output, patch, run
 
-COMMANDS = (run, patch)
+COMMANDS = (run, patch, clean)
 """Modules with ``add_command(commands)``, in the order of the help; each makes a parser whose default ``execute`` is a
 function of the parsed options that gives the exit status, and gives it ``--json`` by ``output.add_json``."""
 

@@ -33,7 +33,7 @@ ALLOWED = {
         *("adam", "checkpoint", "config", "optimizer", "pipeline", "plan", "startup", "storage", "telemetry", "tiers"),
         *("snapshot", "transfers", "updates"),
     },
-    "cli": {"config", "megatron"},
+    "cli": {"config", "megatron", "storage"},
     "__init__": {"config", "optimizer"},
     "__main__": {"cli"},
 }
