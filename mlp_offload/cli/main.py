@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import OffloadError
-from . import clean, output, patch, run
+from . import clean, completion, output, patch, run
 
 COMMANDS = (run, patch, clean)
 """Modules with ``add_command(commands)``, in the order of the help; each makes a parser whose default ``execute`` is a
@@ -34,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="mlp-offload", description=_DESCRIPTION, epilog=_EXAMPLE, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"mlp-offload {__version__}")
+    completion.add_option(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in COMMANDS:
         command.add_command(commands)
