@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..config import PathConfig
+from ..config import AUTO, PathConfig
 from ..errors import ConfigError, OffloadError
 from ..storage import leftovers
-from ..storage.jobdir import JOB_PREFIX, check_directories
+from ..storage.jobdir import JOB_PREFIX, check_directories, job_name
 from ..storage.leftovers import DEAD, Leftover
 from ..units import format_bytes
 from . import output
@@ -55,7 +55,11 @@ def add_command(commands: Any) -> None:
     )
     clean.add_argument("paths", metavar="PATH", nargs="+", help="directory that holds job directories")
     clean.add_argument("--yes", action="store_true", help="remove what is dead (default: only list)")
-    clean.add_argument("--job", metavar="ID", help="only of this job: its scheduler id, or its name")
+    clean.add_argument(
+        "--job",
+        metavar="ID",
+        help="only of this job: its scheduler id, or its name; auto: the job that this command runs in",
+    )
     clean.add_argument(
         "--older-than",
         metavar="AGE",
@@ -84,7 +88,7 @@ def _execute(options: argparse.Namespace) -> int:
     for directory in directories:
         if directory.name.startswith(JOB_PREFIX):
             raise ConfigError(f"{directory} is a job directory itself; give its parent, {directory.parent}")
-    found = leftovers.find(directories, options.job)
+    found = leftovers.find(directories, job_name() if options.job == AUTO else options.job)
     chosen = [item for item in found if item.verdict == DEAD and item.age_seconds >= options.older_than]
     removed, failures = _remove(chosen) if options.yes else ([], [])
     if options.json:

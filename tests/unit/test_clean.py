@@ -14,7 +14,7 @@ import pytest
 from mlp_offload.cli.main import main
 from mlp_offload.storage import leftovers
 from mlp_offload.storage.jobdir import ScratchFile, host_name
-from mlp_offload.storage.locks import lock_path
+from mlp_offload.storage.locks import HELD, lock_path, look
 
 HOLDER = """
 import sys
@@ -57,6 +57,9 @@ def kill_everything(process, sweeper):
     os.kill(sweeper, signal.SIGKILL)
     process.kill()
     process.wait()
+    path = next(Path(process.args[-1]).glob("*/*.state"))
+    while look(str(path)) == HELD:  # the sweeper, which is not our child, is still ending
+        time.sleep(0.01)
 
 
 def file_of(directory, host="n7", rank=0, job="slurm-4711", age=0.0, nbytes=1 << 20):
