@@ -178,6 +178,16 @@ def test_the_check_names_node_path_and_reason(tmp_path):
     assert done.returncode == 1 and "node n7: PYTHON=/nowhere/python cannot be run here" in done.stderr
 
 
+def test_the_check_finds_a_full_disk(tmp_path):
+    script = 'mount -t tmpfs -o size=16k tmpfs "$OFFLOAD_PATHS" && exec bash "$1" check'
+    command = ["unshare", "-Urm", "sh", "-c", script, "sh", str(SCRIPTS / "node.sh")]
+    settings = {"PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY), "OFFLOAD_PATHS": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | settings)
+    if done.stderr.startswith(("unshare:", "mount:")):
+        pytest.skip(f"no private mounts here: {done.stderr.strip()}")
+    assert done.returncode == 1 and "No space left on device" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_a_rank_ignores_the_signal_until_its_program_handles_it():
     done = call("node.sh", "rank", "bash", "-c", "kill -USR1 $$; echo lives", OFFLOAD_PATHS="/a")
     assert (done.returncode, done.stdout) == (0, "lives\n")

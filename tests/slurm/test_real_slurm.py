@@ -22,6 +22,7 @@ if importlib.util.find_spec("megatron.training") is None:
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 200
+pytestmark = pytest.mark.timeout(600)
 # No dropout: on the CPU it draws from the generator that a new data loader also draws from.
 ARGUMENTS = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 --bf16
