@@ -110,10 +110,7 @@ def main() -> int:
     )
     parser.add_argument("--commit", help="what is checked, for the result; where git cannot tell")
     parser.add_argument(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda",
-        help="cpu: what runs without a GPU, to try this script (default: cuda)",
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this script without a GPU"
     )
     options = parser.parse_args()
     parts = options.parts.split(",")
