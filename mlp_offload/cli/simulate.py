@@ -15,7 +15,6 @@ from ..report import draw
 from ..report.analysis import Report, analyze
 from ..report.numbers import StepNumbers
 from ..report.verdict import judge
-from ..simulator import SimulatedPath, simulate
 from ..telemetry import StepRecord, read_line
 from ..trace import chrome_trace, write_trace
 from ..units import parse_bytes
@@ -127,6 +126,8 @@ def _execute(options: argparse.Namespace) -> int:
         report = analyze({rank: steps}, {rank: header} if header else None)
     else:
         inputs = _inputs(options)
+        from ..simulator import simulate  # here and below: it needs the native module, which not all commands do
+
         records, rank = simulate(**inputs), 0
         steps = [StepNumbers.of(record) for record in records]
         name = _name(inputs, assumed=options.adam_rate is None and options.plan is None)
@@ -167,6 +168,8 @@ def _inputs(options: argparse.Namespace) -> "dict[str, Any]":
     Raises:
         ConfigError: one is missing or cannot be read.
     """
+    from ..simulator import SimulatedPath
+
     inputs: "dict[str, Any]" = {
         "paths": [],
         "subgroup_size": OffloadConfig().subgroup_size,
@@ -197,6 +200,8 @@ def _inputs(options: argparse.Namespace) -> "dict[str, Any]":
 
 def _planned(file: Path) -> "dict[str, Any]":
     """What stands under ``simulate`` in the JSON of a plan: arguments of ``simulator.simulate``, paths as objects."""
+    from ..simulator import SimulatedPath, simulate
+
     try:
         items = json.loads(file.read_text(encoding="utf-8"))
         inputs = dict(items["simulate"])
