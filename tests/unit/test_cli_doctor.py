@@ -244,6 +244,15 @@ print(finding.level, finding.advice)
     assert done.stdout.splitlines() == ["ok", "note ulimit -l unlimited"], done
 
 
+@pytest.mark.full
+@pytest.mark.skipif(not shutil.which("strace") or not _native.io_uring_compiled, reason="needs strace and io_uring")
+def test_a_ring_that_the_kernel_refuses_is_a_note():
+    before = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", "inject=io_uring_setup:error=EPERM"]
+    found = in_process(MACHINE, before=before)
+    assert found["io_uring"]["level"] == NOTE and "Operation not permitted" in found["io_uring"]["found"]
+    assert "not needed by the threads engine" in found["locked memory"]["found"]
+
+
 def test_a_job_without_memory_is_told(monkeypatch):
     monkeypatch.setattr("mlp_offload.storage.memory.available_memory_bytes", lambda: 2**28)
     (finding,) = check_machine._memory()
