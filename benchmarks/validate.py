@@ -182,8 +182,9 @@ put in: no backward time, no device.
 
 ## Beside published runs
 
-{about}: {source}. {setting}. Parameters are
-{parameters}; models are named as there.
+{about}: {source}.
+{setting}.
+Parameters are {parameters}; models are named as there.
 
 Two constants are fitted, one a system, each from the update of its 52B run alone: **DeepSpeed {deepspeed:.3f} GB/s**, **MLP-Offload
 {mlp:.3f} GB/s**. The first is one NVMe volume, reads and writes together. The second is the NVMe volume and the parallel file system

@@ -90,9 +90,10 @@ def draw_history(steps: "Sequence[StepNumbers]", axes: "Axes", title: str = "") 
     phases = {p: [s.phases.get(p, 0.0) for s in steps] for p in COLORS if any(p in s.phases for s in steps)}
     whole = [s.step_seconds for s in steps]
     factor, unit = (1e3, "ms") if max(whole, default=0) < 2 else (1.0, "s")
-    rest = [max(0.0, w - u - s) for w, u, s in zip(whole, phases.get("update", []), phases.get("stall", []))]
+    updates = [s.cpu_update_seconds for s in steps]
+    rest = [max(0.0, w - u - s) for w, u, s in zip(whole, updates, phases["stall"])]
     x = _thin(numbers, 1.0)
-    layers = [("update", phases["update"], COLORS["update"]), ("stall", phases["stall"], COLORS["stall"])]
+    layers = [("update", updates, COLORS["update"]), ("stall", phases["stall"], COLORS["stall"])]
     layers.append(("rest of the step", rest, REST))
     axes.stackplot(
         x,

@@ -38,6 +38,7 @@ class StepNumbers:
     Attributes:
         window_seconds: from the start of the step until it returned and all its transfers had landed.
         phases: phase -> seconds in which it was under way; those of ``PHASES``, and ``GPU_UPDATE`` where there is any.
+        cpu_update_seconds: the part of ``update`` in which the trainer's thread was busy; an update on the GPU goes on beside it.
         traffic: (path, direction) -> what moved.
         offset: of its line in its file, bytes; -1 where it was not read from one.
         The others are those of ``StepRecord``.
@@ -51,6 +52,7 @@ class StepNumbers:
     step_seconds: float
     window_seconds: float
     phases: "dict[str, float]"
+    cpu_update_seconds: float
     traffic: "dict[tuple[str, str], Traffic]"
     hit_count: int
     fetch_count: int
@@ -78,6 +80,9 @@ class StepNumbers:
             step_seconds=record.step_seconds,
             window_seconds=max([record.step_seconds, *(e.end for e in record.events)]),
             phases=phases,
+            cpu_update_seconds=union_seconds(
+                (e.begin, e.end) for e in record.events if e.phase == "update" and e.path != GPU
+            ),
             traffic=traffic,
             hit_count=record.hit_count,
             fetch_count=record.fetch_count,
