@@ -49,7 +49,7 @@ def test_wrong_arguments_are_refused(tmp_path, arguments, message):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2400)
 def test_all_of_it_installs_and_trains_without_a_network(tmp_path):
     python = shutil.which("python3.11")  # whose torch is the smaller one
     if python is None:
@@ -58,7 +58,7 @@ def test_all_of_it_installs_and_trains_without_a_network(tmp_path):
     if subprocess.run(probe, capture_output=True).returncode != 0:
         pytest.skip("no network namespaces here (unshare --net)")
     wheels, venv = tmp_path / "wheels", tmp_path / "venv"
-    done = build_wheels("--python", python, wheels, timeout=900)
+    done = build_wheels("--python", python, wheels, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     subprocess.run([python, "-m", "venv", venv], check=True, timeout=60)
     offline = [*probe[:-1], "env", "-i", "PATH=/usr/bin:/bin", f"HOME={tmp_path}"]
