@@ -18,7 +18,7 @@ from mlp_offload.cli import check_machine, check_paths, check_software
 from mlp_offload.cli.findings import NOTE, OK, PROBLEM
 from mlp_offload.cli.main import main
 from mlp_offload.storage.jobdir import ScratchFile
-from mlp_offload.storage.locks import lock_room
+from mlp_offload.storage.locks import lock_path, lock_room
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOOLS = ("unshare", "losetup", "mkfs.ext4")
@@ -331,6 +331,8 @@ os.kill(os.getpid(), 9)
     assert found.level == NOTE and "1.0 MiB of dead jobs: dead" in found.found
     assert found.advice.startswith(f"mlp-offload clean {tmp_path}")
     assert [file.name for file in tmp_path.iterdir()] == ["mlp-offload-dead"]
+    (left,) = (tmp_path / "mlp-offload-dead").iterdir()
+    lock_path(str(left)).unlink(missing_ok=True)  # nobody is there any more to remove it
 
 
 @as_root
