@@ -128,8 +128,6 @@ def _execute(options: argparse.Namespace) -> int:
         report = analyze({rank: steps}, {rank: header} if header else None)
     else:
         inputs = _inputs(options)
-        from ..simulator import simulate  # here and below: it needs the native module, which not all commands do
-
         records, rank = simulate(**inputs), 0
         steps = [StepNumbers.of(record) for record in records]
         name = _name(inputs, assumed=options.adam_rate is None and options.plan is None)
