@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import OffloadError
-from . import doctor, output, patch, plan, probe, report, run, simulate
+from . import clean, completion, doctor, output, patch, plan, probe, report, run, simulate
 
-COMMANDS = (run, doctor, probe, plan, simulate, report, patch)
+COMMANDS = (run, doctor, probe, plan, simulate, report, clean, patch)
 """Modules with ``add_command(commands)``, in the order of the help; each makes a parser whose default ``execute`` is a
 function of the parsed options that gives the exit status, and gives it ``--json`` by ``output.add_json``."""
 
@@ -34,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="mlp-offload", description=_DESCRIPTION, epilog=_EXAMPLE, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"mlp-offload {__version__}")
+    completion.add_option(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in COMMANDS:
         command.add_command(commands)

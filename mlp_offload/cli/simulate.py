@@ -20,8 +20,6 @@ from ..trace import chrome_trace, write_trace
 from ..units import parse_bytes
 from . import output
 
-# The simulator is imported when it is used: it needs the native module, which `doctor` may find to be missing.
-
 ADAM_RATE = 1e9
 """Parameters a second of one rank where none are given: a handful of cores."""
 
@@ -114,6 +112,8 @@ def add_command(commands: Any) -> None:
 
 
 def _execute(options: argparse.Namespace) -> int:
+    from ..simulator import simulate  # needs the native module, which `doctor` does without
+
     for file in filter(None, (options.png, options.trace)):
         if not file.absolute().parent.is_dir():
             raise ConfigError(f"{file}: there is no directory {file.absolute().parent}; make it first")
@@ -127,8 +127,6 @@ def _execute(options: argparse.Namespace) -> int:
         steps = [StepNumbers.of(record) for record in records]
         report = analyze({rank: steps}, {rank: header} if header else None)
     else:
-        from ..simulator import simulate
-
         inputs = _inputs(options)
         records, rank = simulate(**inputs), 0
         steps = [StepNumbers.of(record) for record in records]
@@ -170,7 +168,7 @@ def _inputs(options: argparse.Namespace) -> "dict[str, Any]":
     Raises:
         ConfigError: one is missing or cannot be read.
     """
-    from ..simulator import SimulatedPath
+    from ..simulator import SimulatedPath  # needs the native module, which `doctor` does without
 
     inputs: "dict[str, Any]" = {
         "paths": [],
@@ -202,7 +200,7 @@ def _inputs(options: argparse.Namespace) -> "dict[str, Any]":
 
 def _planned(file: Path) -> "dict[str, Any]":
     """What stands under ``simulate`` in the JSON of a plan: arguments of ``simulator.simulate``, paths as objects."""
-    from ..simulator import SimulatedPath, simulate
+    from ..simulator import SimulatedPath, simulate  # needs the native module, which `doctor` does without
 
     try:
         items = json.loads(file.read_text(encoding="utf-8"))

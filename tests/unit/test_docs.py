@@ -18,7 +18,7 @@ ALLOWED = {
     "storage": {"_native"},
     "adam": {"_native"},
     "cuda": {"adam"},
-    "transfers": {"plan", "storage"},
+    "transfers": {"adam", "cuda", "plan", "storage"},
     "rates": {"config", "storage"},
     "tiers": {"config", "plan", "rates", "storage", "telemetry"},
     "opening": {"config", "plan", "rates", "storage", "tiers"},

@@ -208,3 +208,23 @@ def test_other_python_processes_pay_nothing_and_keep_their_sitecustomize(tmp_pat
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=variables)
     assert done.stdout.split() == ["ran", str(megatron_first)], done.stderr
+
+
+@pytest.mark.full
+def test_a_signal_that_was_ignored_at_the_start_is_so_again_when_python_ends(tmp_path):
+    """A batch script asks again and again; Python gives handled signals back to the kernel, which would kill the rank."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, signal, sys\n"
+        "signal.signal(signal.SIGUSR1, lambda *ignored: None)\n"
+        "atexit.register(lambda: print('ignored', signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN))\n"
+        "sys.exit(0 if len(sys.argv) == 2 else None)\n"
+    )
+    for arguments in ([], ["exits"]):
+        for shell, ignored in (("trap '' USR1; ", True), ("", False)):
+            command = [sys.executable, "-m", "mlp_offload", "run", str(script), *arguments]
+            done = subprocess.run(
+                ["bash", "-c", f'{shell}exec "$@"', "bash", *command],
+                capture_output=True, text=True, timeout=100, env=environment(),
+            )  # fmt: skip
+            assert (done.returncode, f"ignored {ignored}" in done.stdout) == (0, True), done.stdout + done.stderr
