@@ -13,9 +13,10 @@ CODE = """
 import torch
 from mlp_offload import OffloadedAdamW
 weight = torch.nn.Parameter(torch.ones(100_000))
-with OffloadedAdamW([weight], lr=1e-3, paths=["."], host_memory="1MiB", subgroup_size=16384) as optimizer:
-    weight.grad = torch.ones_like(weight)
-    optimizer.step()
+optimizer = OffloadedAdamW([weight], lr=1e-3, paths=["."], host_memory="1MiB", subgroup_size=16384)
+weight.grad = torch.ones_like(weight)
+optimizer.step()
+optimizer.close()
 print("stepped", float(weight.detach()[0]) < 1)
 """
 
