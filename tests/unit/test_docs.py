@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from mlp_offload.config import options_table
+from mlp_offload.flags import options_table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "mlp_offload"
@@ -14,6 +14,7 @@ ALLOWED = {
     "units": set(),
     "telemetry": set(),
     "config": set(),
+    "flags": {"config"},
     "plan": {"config"},
     "storage": {"_native"},
     "adam": {"_native"},
@@ -31,7 +32,7 @@ ALLOWED = {
     "optimizer": {"adam", "config", "pipeline", "plan", "startup", "telemetry", "tiers", "transfers", "updates"},
     "megatron": {
         *("adam", "checkpoint", "config", "optimizer", "pipeline", "plan", "startup", "storage", "telemetry", "tiers"),
-        *("snapshot", "transfers", "updates"),
+        *("flags", "snapshot", "transfers", "updates"),
     },
     "cli": {"config", "megatron"},
     "__init__": {"config", "optimizer"},
