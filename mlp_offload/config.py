@@ -25,6 +25,7 @@ except ModuleNotFoundError:  # Python 3.10
 MODES = ("none", "mlp")
 ENGINES = ("auto", "io_uring", "threads")
 VARIANTS = ("auto", "avx512", "avx2", "scalar")
+UPDATE_DEVICES = ("auto", "cpu", "cuda")
 AUTO = "auto"
 
 
@@ -172,6 +173,19 @@ class OffloadConfig:
         kind="choice",
         choices=("remainder", "full"),
     )
+    gpu_memory: int = _option(
+        0,
+        "spare GPU memory for state, per rank: subgroups that stay there and are updated there, and with room for four two "
+        "buffers that others pass through",
+        kind="bytes",
+    )
+    update_device: str = _option(
+        AUTO,
+        "where subgroups are updated, with the same bits: cpu; cuda = all on the GPU (with gpu_memory 0 two buffers are taken "
+        "there); auto = in gpu_memory, and as many others as measured rates give the GPU",
+        kind="choice",
+        choices=UPDATE_DEVICES,
+    )
     update_threads: int = _option(
         0, "threads of the Adam kernel; 0 = cores of the node / its ranks", kind="int", least=0
     )
@@ -195,6 +209,11 @@ class OffloadConfig:
         if 0 < self.staging_count < 3:
             raise ConfigError(
                 f"staging_count {self.staging_count}: must be at least 3 (one buffer fetching, one updating, one flushing), or 0"
+            )
+        if self.gpu_memory and self.update_device == "cpu":
+            raise ConfigError(
+                f"gpu_memory {format_bytes(self.gpu_memory)}: state that stays on the GPU is updated there, and update_device "
+                "is cpu; set gpu_memory to 0 or update_device to auto"
             )
         if not 0 < self.host_memory_fraction <= 1:
             raise ConfigError(f"host_memory_fraction {self.host_memory_fraction}: must be above 0 and at most 1")
