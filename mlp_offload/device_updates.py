@@ -160,13 +160,16 @@ class GpuMemory:
         """What comes now is ordered after all that the caller's stream was asked for."""
         self._compute.wait_stream(torch.cuda.current_stream(self._device))
 
-    def update(self, record: "StateView | DeviceRecord", launch: Launch) -> DeviceFuture:
-        """Begin to update one record; does not wait. One in host memory must not be touched until the future is done."""
-        done = torch.cuda.Event()
+    def update(self, record: "StateView | DeviceRecord", launch: Launch) -> "DeviceFuture | None":
+        """Begin to update one record; does not wait.
+
+        Returns:
+            None for a record that stays here. One in host memory must not be touched until the future is done.
+        """
         if isinstance(record, DeviceRecord):
             launch(record.address, self._compute.cuda_stream)
-            done.record(self._compute)
-            return DeviceFuture(done)
+            return None
+        done = torch.cuda.Event()
         host = torch.from_numpy(record.record)
         buffer = self._passing.pop(0)
         self._passing.append(buffer)
@@ -232,14 +235,14 @@ class GpuMemory:
             self.kernels.update(address, numel, rows(address), scalars, main_itemsize, stream)
             self._compute.synchronize()
 
-        to_device = _seconds(partial(copy, there, host, self._to_device))
-        to_host = _seconds(partial(copy, host, there, self._to_host))
+        def on_host() -> None:
+            self._kernel.update(lease.address, numel, rows(lease.address), scalars, main_itemsize)
+
         return Rates(
-            numel
-            / _seconds(lambda: self._kernel.update(lease.address, numel, rows(lease.address), scalars, main_itemsize)),
+            numel / _seconds(on_host),
             numel / _seconds(on_device),
-            len(there) / to_device,
-            len(there) / to_host,
+            len(there) / _seconds(partial(copy, there, host, self._to_device)),
+            len(there) / _seconds(partial(copy, host, there, self._to_host)),
         )
 
     def close(self) -> None:
@@ -263,7 +266,7 @@ class WeightSums:
         self._room = self._count = 0
 
     def ask(self, runs: np.ndarray) -> None:
-        """Sum runs of 16-bit words, shape (runs, 2) of address and count. Does not wait."""
+        """Sum runs of 16-bit words, shape (runs, 2) of address and count. Does not wait; what was asked before was read."""
         self._count = len(runs)
         if not self._count:
             return
@@ -292,7 +295,6 @@ class WeightSums:
             self._room = 0
 
     def _make_room(self, count: int) -> None:
-        self._come.synchronize()
         self.close()
         self._room = 1 << (count - 1).bit_length()
         self._pool = BufferPool(1, 4 * self._room)

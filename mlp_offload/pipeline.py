@@ -44,16 +44,16 @@ class SubgroupWork(Protocol):
     def start_on_device(self, subgroups: Sequence[Subgroup]) -> None:
         """Called first in a step with those that the GPU will update, if there are some; must not wait."""
 
-    def update_on_device(self, subgroup: Subgroup, record: "StateView | DeviceRecord") -> DeviceFuture:
-        """Begin to apply Adam on the GPU; must not wait for it. A view is not touched by others until it is done."""
+    def update_on_device(self, subgroup: Subgroup, record: "StateView | DeviceRecord") -> "DeviceFuture | None":
+        """Begin to apply Adam on the GPU; must not wait. Nobody touches a view until it is done."""
 
 
 @dataclass(frozen=True)
-class _DeviceUpdate:
-    """An update under way on the GPU; ``lease`` is None where the record is in GPU memory."""
+class _Passing:
+    """A record that passes through GPU memory; the buffer is in use until the future is done."""
 
     row: Row
-    lease: "Lease | None"
+    lease: Lease
     future: DeviceFuture
     begin: float
 
@@ -206,15 +206,17 @@ class StepPipeline:
         there = [row for row in plan.rows if row.device]
         to_fetch = [row.subgroup for row in plan.rows if not row.hit]
         fetches: "dict[int, Flight]" = {}
-        on_device: "list[_DeviceUpdate]" = []
+        passing: "list[_Passing]" = []
         if here:  # the first gradients travel while the first state is fetched
             work.prepare(subgroup_of[here[0].subgroup - first])
         if there:
             work.start_on_device([subgroup_of[row.subgroup - first] for row in there])
         while True:
             tiers.reap()
-            self._land_updates(on_device, plan, record)
-            passing = [update for update in on_device if update.lease is not None]
+            for update in [update for update in passing if update.future.done()]:
+                passing.remove(update)
+                record.add("update", update.row.subgroup, update.begin, time.monotonic(), DEVICE)
+                self._keep_or_flush(update.row, update.lease, plan, record)
             if not (here or there or passing):
                 break
             # A subgroup whose flush of the step before is still under way has no good copy on its path yet.
@@ -236,8 +238,13 @@ class StepPipeline:
             begin = time.monotonic()
             if row.device:
                 there.remove(row)
-                place = tiers.view(row.subgroup, lease) if lease is not None else tiers.on_device(row.subgroup)
-                on_device.append(_DeviceUpdate(row, lease, work.update_on_device(subgroup, place), begin))
+                if lease is not None:
+                    future = work.update_on_device(subgroup, tiers.view(row.subgroup, lease))
+                    passing.append(_Passing(row, lease, future, begin))
+                else:
+                    work.update_on_device(subgroup, tiers.on_device(row.subgroup))
+                    record.add("update", row.subgroup, begin, time.monotonic(), DEVICE)
+                    tiers.table[row.subgroup].step = plan.step
                 continue
             here.remove(row)
             if here:  # its gradients travel while this one is updated
@@ -245,28 +252,12 @@ class StepPipeline:
             work.update(subgroup, tiers.view(row.subgroup, lease))
             record.add("update", row.subgroup, begin, time.monotonic())
             self._keep_or_flush(row, lease, plan, record)
-        for update in on_device:
-            self._ended(update, plan, record)
 
     def _keep_or_flush(self, row: Row, lease: Lease, plan: StepPlan, record: StepRecord) -> None:
         if row.keep:
             self.tiers.keep(row.subgroup, lease, plan.step)
         else:
             self.tiers.start_flush(row.subgroup, lease, row.path, plan.step, record)
-
-    def _land_updates(self, on_device: "list[_DeviceUpdate]", plan: StepPlan, record: StepRecord) -> None:
-        """Keep or flush what the GPU is done with, without waiting."""
-        for update in [u for u in on_device if u.future.done()]:
-            on_device.remove(update)
-            self._ended(update, plan, record)
-
-    def _ended(self, update: _DeviceUpdate, plan: StepPlan, record: StepRecord) -> None:
-        index = update.row.subgroup
-        record.add("update", index, update.begin, time.monotonic(), DEVICE)
-        if update.lease is None:
-            self.tiers.table[index].step = plan.step
-        else:
-            self._keep_or_flush(update.row, update.lease, plan, record)
 
     @staticmethod
     def _first_ready(waiting: Sequence[Row], fetches: "Mapping[int, Flight]") -> "Row | None":

@@ -16,8 +16,8 @@ PHASES = ("fetch", "update", "flush", "stall")
 """storage to host; the Adam kernel and its copies; host to storage; the trainer's thread waiting for storage or a GPU."""
 
 DEVICE = "cuda"
-"""In place of a path: an update on the GPU. It begins when it is asked for and ends when it is seen to be done, for what
-stays in GPU memory at the end of the step at the latest; updates on the CPU go on meanwhile."""
+"""In place of a path: an update on the GPU, from the moment at which it is asked for. Where the record passes through, until
+it is seen to be back; where it stays in GPU memory, until it has been asked for: nobody waits for it."""
 
 
 @dataclass

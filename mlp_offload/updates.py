@@ -161,8 +161,8 @@ class AdamWork:
                 count += len(stepped)
             self._sums_before.ask(self._runs())
 
-    def update_on_device(self, subgroup: Subgroup, record: "StateView | DeviceRecord") -> DeviceFuture:
-        """As ``update``, on the GPU, for one of ``start_on_device``. A record in host memory is in use until it is done."""
+    def update_on_device(self, subgroup: Subgroup, record: "StateView | DeviceRecord") -> "DeviceFuture | None":
+        """As ``update``, on the GPU, for one of ``start_on_device``; see ``GpuMemory.update``."""
         rows = self._on_device[subgroup.index]
         if self._reads_weights:
             stepped, part = self._watched[subgroup.index]

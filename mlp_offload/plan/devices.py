@@ -51,7 +51,7 @@ def choose_device_residents(
     if affordable >= subgroup_count:
         return frozenset(range(subgroup_count)), 0
     least = PASSING_COUNT if every else 1
-    if affordable < least and gpu_memory + (not every):
+    if affordable < least and gpu_memory:
         alternative = "set it to 0, which takes them alone" if every else "set it to 0"
         raise ConfigError(
             f"gpu_memory {format_bytes(gpu_memory)} holds {affordable} buffers of {format_bytes(buffer_bytes)}; it needs "
