@@ -11,7 +11,7 @@ from typing import Protocol
 from .config import AUTO, OffloadConfig
 from .errors import OffloadError, PathTimeoutError
 from .plan.devices import choose_device_residents
-from .plan.placement import RECORD_ALIGNMENT, choose_residents, place, snapshot_slots, weights_a_slot
+from .plan.placement import RECORD_ALIGNMENT, Residency, choose_residents, place, snapshot_slots, weights_a_slot
 from .plan.subgroups import Subgroup
 from .rates import PathRates, first_rates
 from .records import DeviceTier
@@ -48,16 +48,9 @@ def open_tiers(
         ConfigError, CapacityError, PathInUseError: each names the subject, the numbers and the next step.
     """
     directories = [str(d) for d in check_directories([p.resolved_directory() for p in config.paths])]
-    slot_bytes = round_up(max((s.record_bytes for s in subgroups), default=1), RECORD_ALIGNMENT)
-    staging_count = config.staging_count or 2 + 2 * len(directories)
-    there: "tuple[frozenset[int], int]" = (frozenset(), 0)
-    if gpu is not None:
-        every = config.update_device == "cuda"
-        there = choose_device_residents(len(subgroups), slot_bytes, config.gpu_memory, every)
-    residency = choose_residents(
-        len(subgroups), slot_bytes, _host_memory(config, rank), staging_count, reserved_bytes, *there
+    slot_bytes, residency, streamed = spend_memory(
+        config, subgroups, _host_memory(config, rank), reserved_bytes, gpu is not None
     )
-    streamed = [i for i in range(len(subgroups)) if residency.streams(i)]
     with contextlib.ExitStack() as undo:
         device = None
         if gpu is not None:
@@ -75,6 +68,23 @@ def open_tiers(
         undo.pop_all()  # closed by the tiers from now on
     table = [Entry() for _ in subgroups]
     return Tiers(config, subgroups, residency, homes, pool, directories, files, rates, table, device=device)
+
+
+def spend_memory(
+    config: OffloadConfig,
+    subgroups: "tuple[Subgroup, ...]",
+    host_memory: int,
+    reserved_bytes: int,
+    with_gpu: bool = False,
+) -> "tuple[int, Residency, list[int]]":
+    """(bytes of a slot, what is done with ``host_memory`` bytes and ``gpu_memory``, the subgroups that are not resident)."""
+    slot_bytes = round_up(max((s.record_bytes for s in subgroups), default=1), RECORD_ALIGNMENT)
+    staging_count = config.staging_count or 2 + 2 * len(config.paths)
+    there: "tuple[frozenset[int], int]" = (frozenset(), 0)
+    if with_gpu:
+        there = choose_device_residents(len(subgroups), slot_bytes, config.gpu_memory, config.update_device == "cuda")
+    residency = choose_residents(len(subgroups), slot_bytes, host_memory, staging_count, reserved_bytes, *there)
+    return slot_bytes, residency, [i for i in range(len(subgroups)) if residency.streams(i)]
 
 
 def _make_files(

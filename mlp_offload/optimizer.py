@@ -18,7 +18,7 @@ from .device_updates import gpu_for_updates
 from .errors import ConfigError
 from .pipeline import StepPipeline
 from .plan.subgroups import Segment
-from .startup import describe
+from .startup import describe, header
 from .telemetry import StepRecord
 from .tiers import RankContext
 from .transfers import pin_memory, staging_bytes
@@ -103,6 +103,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             )
             self._addresses = [weight.data_ptr() for weight in weights]
             log.info("%s", describe(self._pipeline.tiers, rank, self._kernel, self._pipeline.passing_count(), reason))
+            self._pipeline.log_start(header(self._pipeline.tiers, rank, self._kernel))
             self._pipeline.initialize(lambda space, subgroup, view: self._work.load_weights(subgroup, view))
         except BaseException:
             self.close()

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 from .balance import Balance
 from .config import OffloadConfig
@@ -28,7 +28,7 @@ from .plan.schedule import Row, StepPlan, plan_step
 from .plan.subgroups import Subgroup, cut
 from .records import DeviceFuture, DeviceRecord, StateView
 from .storage.buffers import Lease
-from .telemetry import DEVICE, StepLog, StepRecord
+from .telemetry import GPU, StepLog, StepRecord
 from .tiers import Flight, RankContext, Tiers, Where
 
 
@@ -72,6 +72,10 @@ class StepPipeline:
         on_progress: called with (bytes written so far, bytes in all) while the state is written at start-up.
         main_itemsize: bytes a parameter of what a record holds of main_param; see ``updates.main_itemsize``.
         gpu: updates some subgroups, and has memory for some; see ``device_updates.gpu_for_updates``.
+        open, clock: what makes the tiers, and gives the time in seconds; ``simulator`` has others.
+
+    Attributes:
+        on_record: called with each step's record (of all spaces) when it is complete: all its flushes have landed.
 
     Raises:
         ConfigError, CapacityError, PathInUseError: before anything is written.
@@ -89,9 +93,12 @@ class StepPipeline:
         on_progress: "Callable[[int, int], None] | None" = None,
         main_itemsize: int = 4,
         gpu: "Gpu | None" = None,
+        open: "Callable[..., Tiers]" = open_tiers,
+        clock: "Callable[[], float]" = time.monotonic,
     ):
         rank = rank or RankContext()
         self.config = config
+        self._clock = clock
         self.subgroups = {space: cut(numels, config.subgroup_size, main_itemsize) for space, numels in spaces.items()}
         self._first: "dict[str, int]" = {}
         every: "list[Subgroup]" = []
@@ -103,11 +110,12 @@ class StepPipeline:
         self._records: "list[StepRecord]" = []
         self._broken: "str | None" = None
         self._on_progress = on_progress
+        self.on_record: "Callable[[StepRecord], None] | None" = None
         self._pid = os.getpid()
         with contextlib.ExitStack() as undo:
             if self._log is not None:
                 undo.callback(self._log.close)
-            self.tiers: Tiers = open_tiers(config, tuple(every), rank, name, reserved_bytes, gpu)
+            self.tiers: Tiers = open(config, tuple(every), rank, name, reserved_bytes, gpu)
             undo.callback(self.tiers.close)
             self.balance = Balance(self.tiers)
             self._unpin = pin(*self.tiers.pool.region) if pin is not None else None
@@ -154,6 +162,12 @@ class StepPipeline:
                         advance(tiers.files[home].slot_bytes)
             tiers.settle()
 
+    def log_start(self, header: "Mapping[str, Any]") -> None:
+        """Put what is known of this start before the steps of the telemetry; see ``startup.header``."""
+        if self._log is not None:
+            planned = {"planned_hit_count": sum(map(self._planned_hit_count, self.subgroups))}
+            self._log.start(dict(header) | planned)
+
     def indices(self, space: str) -> range:
         """Positions of the space's subgroups in the table of the tiers."""
         return range(self._first[space], self._first[space] + len(self.subgroups[space]))
@@ -187,15 +201,13 @@ class StepPipeline:
             residency.device_residents,
             self.passing(space),
         )
-        record = StepRecord(
-            step=self._steps[space], host_memory_bytes=self.tiers.pool.region[1], started=time.monotonic()
-        )
+        record = StepRecord(step=self._steps[space], host_memory_bytes=self.tiers.pool.region[1], started=self._clock())
         record.hit_count = plan.hit_count
         record.fetch_count = len(indices) - plan.hit_count
         self._records.append(record)
         with self._stop_on_error(f"step {plan.step}"):
             self._run(space, plan, work, record)
-        record.step_seconds = time.monotonic() - record.started
+        record.step_seconds = self._clock() - record.started
         self.balance.observe(record)
         return record
 
@@ -215,7 +227,7 @@ class StepPipeline:
             tiers.reap()
             for update in [update for update in passing if update.future.done()]:
                 passing.remove(update)
-                record.add("update", update.row.subgroup, update.begin, time.monotonic(), DEVICE)
+                record.add("update", update.row.subgroup, update.begin, self._clock(), GPU)
                 self._keep_or_flush(update.row, update.lease, plan, record)
             if not (here or there or passing):
                 break
@@ -227,15 +239,15 @@ class StepPipeline:
             # What the GPU can begin goes first: it takes no time here.
             row = self._first_ready(there, fetches) or self._first_ready(here, fetches)
             if row is None:
-                begin = time.monotonic()
+                begin = self._clock()
                 tiers.wait_any([*fetches.values(), *passing, *tiers.flushes])
                 stalled = [*here, *there, *(update.row for update in passing)][0].subgroup
-                record.add("stall", stalled, begin, time.monotonic())
+                record.add("stall", stalled, begin, self._clock())
                 continue
             if not row.hit:
                 tiers.land_fetch(fetches.pop(row.subgroup))
             lease, subgroup = tiers.table[row.subgroup].lease, subgroup_of[row.subgroup - first]
-            begin = time.monotonic()
+            begin = self._clock()
             if row.device:
                 there.remove(row)
                 if lease is not None:
@@ -243,14 +255,14 @@ class StepPipeline:
                     passing.append(_Passing(row, lease, future, begin))
                 else:
                     work.update_on_device(subgroup, tiers.on_device(row.subgroup))
-                    record.add("update", row.subgroup, begin, time.monotonic(), DEVICE)
+                    record.add("update", row.subgroup, begin, self._clock(), GPU)
                     tiers.table[row.subgroup].step = plan.step
                 continue
             here.remove(row)
             if here:  # its gradients travel while this one is updated
                 work.prepare(subgroup_of[here[0].subgroup - first])
             work.update(subgroup, tiers.view(row.subgroup, lease))
-            record.add("update", row.subgroup, begin, time.monotonic())
+            record.add("update", row.subgroup, begin, self._clock())
             self._keep_or_flush(row, lease, plan, record)
 
     def _keep_or_flush(self, row: Row, lease: Lease, plan: StepPlan, record: StepRecord) -> None:
@@ -282,6 +294,12 @@ class StepPipeline:
         one to step needs the buffers, so nothing stays.
         """
         return max(0, self.tiers.residency.staging_count - 2) if len(self.subgroups) == 1 else 0
+
+    def _planned_hit_count(self, space: str) -> int:
+        """Subgroups that a step finds in host memory, from the second step on."""
+        indices = self.indices(space)
+        resident_count = sum(not self.tiers.residency.streams(index) for index in indices)
+        return resident_count + min(self._keep_count(space), len(indices) - resident_count)
 
     def annotate(self, iteration: "int | None", loss: "float | None", grad_norm: "float | None") -> "StepRecord | None":
         """Add to the newest step's record what only the trainer knows, before it is written.
@@ -370,8 +388,11 @@ class StepPipeline:
             if not everything and any(f.record in group for f in self.tiers.flushes):
                 return
             del self._records[:per_step]
-            if self._log is not None:
+            if self._log is not None or self.on_record is not None:
                 merged = group[0]
                 for other in group[1:]:
                     merged = merged.merge(other)
-                self._log.write(merged)
+                if self._log is not None:
+                    self._log.write(merged)
+                if self.on_record is not None:
+                    self.on_record(merged)

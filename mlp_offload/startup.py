@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
 
+from . import __version__
 from .adam.kernel import AdamKernel
 from .storage.numa import format_cpus, nodes_of
 from .storage.statefile import free_bytes
@@ -64,6 +67,39 @@ def _updates(tiers: Tiers, passing_count: int, no_gpu_reason: str) -> str:
         f"{resident_count} subgroups stay and {passing_count} pass through on the GPU, in {format_bytes(tiers.device.nbytes)} "
         f"of its memory; {len(tiers.subgroups) - resident_count - passing_count} on the CPU"
     )
+
+
+def header(tiers: Tiers, rank: RankContext, kernel: AdamKernel) -> "dict[str, Any]":
+    """The same as data, for the telemetry: what a report needs beside the steps. Sizes are this rank's."""
+    numel = sum(subgroup.numel for subgroup in tiers.subgroups)
+    itemsize = 8 + (tiers.subgroups[0].main_itemsize if tiers.subgroups else 4)
+    return {
+        "version": __version__,
+        "time": round(time.time(), 3),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "pid_namespace": os.readlink("/proc/self/ns/pid"),
+        "local_rank": rank.local_rank,
+        "local_rank_count": rank.local_rank_count,
+        "config": dataclasses.asdict(tiers.config),
+        "numel": numel,
+        "state_bytes": itemsize * numel,
+        "subgroup_count": len(tiers.subgroups),
+        "resident_count": len(tiers.residency.residents),
+        "device_resident_count": len(tiers.residency.device_residents),
+        "gpu_memory_bytes": tiers.device.nbytes if tiers.device is not None else 0,
+        "staging_count": tiers.residency.staging_count,
+        "buffer_bytes": tiers.pool.buffer_bytes,
+        "host_memory_bytes": tiers.pool.region[1],
+        "kernel": kernel.variant,
+        "update_threads": kernel.threads,
+        "cores": len(os.sched_getaffinity(0)),
+        "paths": [
+            {"directory": directory, "read": r.path.read, "write": r.path.write, "origin": r.origin}
+            | {"subgroups": tiers.homes_on(index), "engine": file.engine.kind, "direct": file.direct}
+            for index, (directory, file, r) in enumerate(zip(tiers.directories, tiers.files, tiers.rates))
+        ],
+    }
 
 
 def cores(rank: RankContext) -> str:

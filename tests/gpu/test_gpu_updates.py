@@ -10,7 +10,7 @@ from mlp_offload.adam.kernel import AdamKernel
 from mlp_offload.cuda import available
 from mlp_offload.device_updates import GpuMemory
 from mlp_offload.plan.devices import Rates
-from mlp_offload.telemetry import DEVICE
+from mlp_offload.telemetry import GPU
 
 USABLE, REASON = available()
 pytestmark = pytest.mark.skipif(
@@ -40,7 +40,7 @@ def test_the_bits_are_the_cpus_whatever_is_updated_where(tmp_path, monkeypatch, 
     with AdamKernel(2) as kernel:
         right = train(Run(*layout), Place(), kernel, tmp_path)
         run = train(Run(*layout, options), there, kernel, tmp_path)
-    assert any(e.path == DEVICE for record in run.records for e in record.events)
+    assert any(e.path == GPU for record in run.records for e in record.events)
     assert len(run.seen) == len(right.seen) and all(map(torch.equal, run.seen, right.seen))
 
 

@@ -24,7 +24,7 @@ from mlp_offload.plan.devices import Rates
 from mlp_offload.plan.subgroups import cut
 from mlp_offload.snapshot import take_snapshot
 from mlp_offload.storage.statefile import StateFile
-from mlp_offload.telemetry import DEVICE
+from mlp_offload.telemetry import GPU
 from mlp_offload.tiers import Where
 from mlp_offload.transfers import pin_memory
 from mlp_offload.updates import AdamWork
@@ -106,7 +106,7 @@ def test_the_bits_are_the_cpus_whatever_is_updated_where(go, choice, layout):
         assert not runtime.races and not runtime.faults and not runtime.pinned
         assert equal
     updates = [e for record in run.records for e in record.events if e.phase == "update"]
-    on_device = {e.subgroup for e in updates if e.path == DEVICE}
+    on_device = {e.subgroup for e in updates if e.path == GPU}
     on_host = {e.subgroup for e in updates if not e.path}
     assert len(updates) == len(run.records) * SUBGROUP_COUNT and not on_device & on_host
     assert run.wheres.count(Where.DEVICE) == resident_count
@@ -121,7 +121,7 @@ def test_what_storage_holds_up_is_left_to_the_cpu(go):
     slow = Rates(1e30, 1e30, 1e30, 1e30)
     run, runtime, equal = go(AUTO, rates=slow, late=True)
     assert equal and not runtime.races
-    on_device = {e.subgroup for record in run.records for e in record.events if e.path == DEVICE}
+    on_device = {e.subgroup for record in run.records for e in record.events if e.path == GPU}
     assert len(on_device) == 3 == run.wheres.count(Where.DEVICE)
 
 

@@ -19,7 +19,7 @@ ALLOWED = {
     "storage": {"_native"},
     "adam": {"_native"},
     "cuda": {"adam"},
-    "transfers": {"plan", "storage"},
+    "transfers": {"adam", "cuda", "plan", "storage"},
     "records": {"plan", "storage"},
     "device_updates": {"adam", "config", "cuda", "plan", "records", "storage", "transfers"},
     "device_share": {"config", "plan", "tiers"},
@@ -29,30 +29,34 @@ ALLOWED = {
     "balance": {"plan", "telemetry", "tiers"},
     "updates": {"adam", "device_updates", "plan", "records", "transfers"},
     "pipeline": {"balance", "config", "device_share", "opening", "plan", "records", "storage", "telemetry", "tiers"},
+    "virtual": {"config", "plan", "tiers"},
+    "simulator": {"config", "opening", "pipeline", "plan", "rates", "storage", "telemetry", "tiers", "virtual"},
+    "trace": {"telemetry"},
+    "recipes": set(),
+    "prediction": {"config", "plan", "simulator"},
     "snapshot": {"_native", "adam", "pipeline", "plan", "storage", "tiers", "updates"},
     "startup": {"adam", "storage", "tiers"},
+    "report": {"telemetry"},
     "checkpoint": set(),
     "optimizer": {
-        *(
-            "adam",
-            "config",
-            "device_updates",
-            "pipeline",
-            "plan",
-            "startup",
-            "telemetry",
-            "tiers",
-            "transfers",
-            "updates",
-        ),
+        *("adam", "config", "device_updates", "pipeline", "plan", "startup", "telemetry", "tiers", "transfers"),
+        "updates",
     },
     "megatron": {
         *("adam", "checkpoint", "config", "optimizer", "pipeline", "plan", "startup", "storage", "telemetry", "tiers"),
-        *("device_updates", "flags", "snapshot", "transfers", "updates"),
+        *("device_updates", "flags", "report", "snapshot", "transfers", "updates"),
     },
-    "cli": {"config", "megatron"},
+    "cli": {
+        *("config", "megatron", "plan", "prediction", "recipes", "report", "simulator", "storage", "telemetry"),
+        "trace",
+    },
     "__init__": {"config", "optimizer"},
     "__main__": {"cli"},
+}
+
+NEED_NO_TORCH = {
+    *("config", "errors", "plan", "prediction", "recipes", "report", "simulator", "storage", "telemetry", "units"),
+    "virtual",
 }
 
 
@@ -90,7 +94,7 @@ def test_imports_go_one_way():
         rooms = {name for kind, name in found if kind == "room"} - {room, "errors", "units", "__version__"}
         assert rooms <= ALLOWED[room], f"{file}: imports {rooms - ALLOWED[room]}"
         modules = {name for kind, name in found if kind == "module"}
-        if room in ("plan", "storage", "config", "errors", "units", "telemetry"):
+        if room in NEED_NO_TORCH:
             assert "torch" not in modules, f"{file}: needs no torch"
         if room != "megatron":
             assert "megatron" not in modules, f"{file}: only the megatron room imports Megatron"
