@@ -278,7 +278,7 @@ def left_over(directory: Path) -> "tuple[int, list[str]]":
                 if lock is not None:
                     total += file.lstat().st_blocks * 512 if file.exists() else 0
                     lock.release()
-                    jobs.append(job_directory.name.removeprefix(_JOB_PREFIX))
+                    jobs.append(job_directory.name.removeprefix(JOB_PREFIX))
     return total, sorted(set(jobs))
 
 
