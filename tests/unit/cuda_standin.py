@@ -68,6 +68,7 @@ class Runtime:
         self.closing = False
         self.host_clock = {HOST: 0}
         self.accesses: "list[Access]" = []
+        self.unseen: "list[Access]" = []  # the host has not seen them; all else is ordered before whatever comes
         self.races: "list[str]" = []
         self.faults: "list[str]" = []
         self.launches: "list[str]" = []
@@ -211,11 +212,13 @@ class Runtime:
     def _note(self, access: Access, clock: "dict[str, int]") -> None:
         if access.start == access.end:
             return
-        for other in self.accesses:
+        self.unseen = [a for a in self.unseen if self.host_clock.get(a.timeline, 0) < a.count]
+        for other in self.unseen:
             overlap = access.start < other.end and other.start < access.end
             if overlap and (access.writes or other.writes) and clock.get(other.timeline, 0) < other.count:
                 self.races.append(f"{other.what} and {access.what}")
         self.accesses.append(access)
+        self.unseen.append(access)
 
 
 class Stream:
