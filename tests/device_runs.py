@@ -38,6 +38,7 @@ class Run:
     itemsize: int
     fp32_masters: bool = False
     options: "dict[str, Any]" = field(default_factory=dict)
+    steps: int = STEPS
     seen: "list[torch.Tensor]" = field(default_factory=list)
     records: "list[StepRecord]" = field(default_factory=list)
     wheres: "list[Where]" = field(default_factory=list)
@@ -74,7 +75,7 @@ def train(run: Run, place: Place, kernel: AdamKernel, directory) -> Run:
         )
         with place.trainer():
             pipeline.initialize(lambda space, subgroup, view: work.load_weights(subgroup, view))
-        for step in range(1, STEPS + 1):
+        for step in range(1, run.steps + 1):
             dtype = torch.float32 if step == 2 else torch.bfloat16
             noise = [torch.randn(n, generator=generator).to(dtype) for n in SHARDS]
             with place.trainer():

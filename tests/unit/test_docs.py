@@ -15,7 +15,7 @@ ALLOWED = {
     "telemetry": set(),
     "config": set(),
     "flags": {"config"},
-    "plan": {"config"},
+    "plan": {"config", "flags"},
     "storage": {"_native"},
     "adam": {"_native"},
     "cuda": {"adam"},
