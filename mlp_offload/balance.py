@@ -34,7 +34,7 @@ class Balance:
 
     def observe(self, record: StepRecord) -> None:
         """Learn from the transfers of one step."""
-        transfers = [e for e in record.events if e.path]
+        transfers = [e for e in record.events if e.phase in ("fetch", "flush")]
         if transfers:
             seconds = max(e.end for e in transfers)
             self._rates.observe([self._sample(d, record, seconds) for d in self._tiers.directories[: len(self.rates)]])

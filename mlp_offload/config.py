@@ -1,11 +1,10 @@
 """Every option of mlp_offload, declared once: a field of ``OffloadConfig`` or ``PathConfig``.
 
-Command-line flags, TOML keys, the README's table and the echo at start-up are all made from these fields.
+Command-line flags (``flags``), TOML keys, the README's table and the echo at start-up are all made from these fields.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import os
@@ -26,6 +25,7 @@ except ModuleNotFoundError:  # Python 3.10
 MODES = ("none", "mlp")
 ENGINES = ("auto", "io_uring", "threads")
 VARIANTS = ("auto", "avx512", "avx2", "scalar")
+UPDATE_DEVICES = ("auto", "cpu", "cuda")
 AUTO = "auto"
 
 
@@ -173,6 +173,19 @@ class OffloadConfig:
         kind="choice",
         choices=("remainder", "full"),
     )
+    gpu_memory: int = _option(
+        0,
+        "spare GPU memory for state, per rank: subgroups that stay there and are updated there, and with room for four two "
+        "buffers that others pass through",
+        kind="bytes",
+    )
+    update_device: str = _option(
+        AUTO,
+        "where subgroups are updated, with the same bits: cpu; cuda = all on the GPU (with gpu_memory 0 two buffers are taken "
+        "there); auto = in gpu_memory, and as many others as measured rates give the GPU",
+        kind="choice",
+        choices=UPDATE_DEVICES,
+    )
     update_threads: int = _option(
         0, "threads of the Adam kernel; 0 = cores of the node / its ranks", kind="int", least=0
     )
@@ -196,6 +209,11 @@ class OffloadConfig:
         if 0 < self.staging_count < 3:
             raise ConfigError(
                 f"staging_count {self.staging_count}: must be at least 3 (one buffer fetching, one updating, one flushing), or 0"
+            )
+        if self.gpu_memory and self.update_device == "cpu":
+            raise ConfigError(
+                f"gpu_memory {format_bytes(self.gpu_memory)}: state that stays on the GPU is updated there, and update_device "
+                "is cpu; set gpu_memory to 0 or update_device to auto"
             )
         if not 0 < self.host_memory_fraction <= 1:
             raise ConfigError(f"host_memory_fraction {self.host_memory_fraction}: must be above 0 and at most 1")
@@ -250,109 +268,7 @@ def read_toml(file: "str | os.PathLike[str]") -> "dict[str, Any]":
         raise ConfigError(f"config file {str(file)!r} is not TOML: {error}") from error
 
 
-# ------------------------------------------------------------------------------------ command line
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--optimizer-offload``, ``--mlp-offload-config`` and one ``--mlp-offload-*`` flag an option.
-
-    The parser takes any text for them, and ``from_arguments`` checks it: the parser would print all flags of the
-    script before its message, on every rank.
-    """
-    group = parser.add_argument_group(
-        "optimizer offload",
-        "Keep fp32 master weights and Adam moments in host memory and on storage paths. Example: "
-        "--optimizer-offload mlp --mlp-offload-path '$SLURM_TMPDIR,read=6GB/s' --mlp-offload-path /lustre/me/scratch",
-    )
-    group.add_argument(
-        "--optimizer-offload",
-        metavar=_choice_of(MODES),
-        default="none",
-        help="where optimizer state lives: none = as stock Megatron",
-    )
-    group.add_argument(
-        "--mlp-offload-config",
-        metavar="FILE.toml",
-        default=None,
-        help="TOML file with any of the options below; flags win over it",
-    )
-    for f in dataclasses.fields(OffloadConfig):
-        meta = f.metadata
-        settings: "dict[str, Any]" = {
-            "dest": argument_name(f.name),
-            "default": None,
-            "help": f"{meta['help']} (default: {_shown(f)})",
-        }
-        if meta["kind"] == "path":
-            settings |= {
-                "action": "append",
-                "metavar": "DIR[,read=BYTES/s][,write=BYTES/s][,capacity=BYTES][,engine=ENGINE]",
-            }
-        elif meta["kind"] == "choice":
-            settings |= {"metavar": _choice_of(meta["choices"])}
-        elif meta["kind"] == "bool":
-            settings |= {"action": argparse.BooleanOptionalAction}
-        else:
-            settings |= {
-                "metavar": {"bytes": "BYTES", "bytes_or_auto": "BYTES|auto", "str": "TEXT"}.get(meta["kind"], "N")
-            }
-        settings["help"] = settings["help"].replace("%", "%%")
-        group.add_argument(flag_name(f.name), **settings)
-    return parser
-
-
-def from_arguments(args: Any) -> OffloadConfig:
-    """The options from parsed arguments (see ``add_arguments``): the TOML file first, flags over it."""
-    file = getattr(args, "mlp_offload_config", None)
-    items: "dict[str, Any]" = {}
-    if file:
-        items = read_toml(file)
-        OffloadConfig.from_mapping(items, f"config file {file!r}")
-    for f in dataclasses.fields(OffloadConfig):
-        value = getattr(args, argument_name(f.name), None)
-        if value is not None:
-            items[f.name] = value
-    config = OffloadConfig(**items)
-    if not config.paths:
-        raise ConfigError(
-            "--optimizer-offload mlp needs at least one --mlp-offload-path DIR (or paths in --mlp-offload-config)"
-        )
-    return config
-
-
-def flag_name(field_name: str) -> str:
-    """``--mlp-offload-host-memory`` from ``host_memory``; ``paths`` is repeatable and singular."""
-    return "--mlp-offload-" + ("path" if field_name == "paths" else field_name.replace("_", "-"))
-
-
-def argument_name(field_name: str) -> str:
-    """The attribute of the parsed arguments that holds an option."""
-    return flag_name(field_name)[2:].replace("-", "_")
-
-
-def options_table() -> str:
-    """The README's table of options, in Markdown."""
-    rows = ["| flag | TOML key | default | meaning |", "|---|---|---|---|"]
-    rows += [
-        f"| `{flag_name(f.name)}` | `{f.name}` | {_shown(f)} | {f.metadata['help']} |"
-        for f in dataclasses.fields(OffloadConfig)
-    ]
-    return "\n".join(rows)
-
-
 # ------------------------------------------------------------------------------------------ helpers
-
-
-def _choice_of(choices: Sequence[str]) -> str:
-    return "{" + ",".join(choices) + "}"
-
-
-def _shown(f: "dataclasses.Field[Any]") -> str:
-    if f.metadata["kind"] == "path":
-        return "none"
-    if f.metadata["kind"] == "bytes":
-        return format_bytes(f.default)
-    return str(f.default).lower() if isinstance(f.default, bool) else str(f.default) or "none"
 
 
 def _keys(cls: type, *without: str) -> str:

@@ -1,4 +1,5 @@
-"""CUDA kernels: Adam on the device with the CPU kernel's bits, gather and scatter with a cast, and the gradient norm.
+"""CUDA kernels: Adam on the device with the CPU kernel's bits, and what goes with it (sums of weights, masters that start
+again from weights); gather and scatter with a cast; the gradient norm.
 
 They live in a shared library beside this file, which the build makes where it finds nvcc. It is loaded when the first
 ``CudaKernels`` is made, holds its own CUDA runtime and needs no torch: addresses and streams are integers
@@ -26,6 +27,8 @@ _INTEGERS = {  # arguments after the device: addresses and counts, 64 bits
     "mlp_cuda_adam": 8,
     "mlp_cuda_copy": 4,
     "mlp_cuda_norm": 6,
+    "mlp_cuda_restart": 6,
+    "mlp_cuda_sum": 4,
 }
 
 
@@ -45,6 +48,13 @@ class NormTensor(NamedTuple):
     address: int
     numel: int
     dtype: int
+
+
+class WordRun(NamedTuple):
+    """``numel`` 16-bit words from ``address`` on."""
+
+    address: int
+    numel: int
 
 
 def available(device: int = 0) -> "tuple[bool, str]":
@@ -84,6 +94,8 @@ class CudaKernels:
         self._library.mlp_cuda_error.restype = ctypes.c_char_p
         self._library.mlp_cuda_check_device.argtypes = [ctypes.c_int]
         for name, count in _INTEGERS.items():
+            if not hasattr(self._library, name):
+                raise CudaError(f"{library} has no {name}: it was built from another version. Build it again")
             getattr(self._library, name).argtypes = [ctypes.c_int] + [ctypes.c_int64] * count
         if self._library.mlp_cuda_check_device(device) != 0:
             raise CudaError(f"CUDA device {device} cannot be used: {self._reason()}")
@@ -110,6 +122,36 @@ class CudaKernels:
             *(state_address, stride_numel, main_itemsize),
             *(rows.ctypes.data, len(rows), scalars.ctypes.data, len(scalars), stream),
         )
+
+    def restart(
+        self,
+        state_address: int,
+        stride_numel: int,
+        segments: Sequence[Segment],
+        main_itemsize: int = 4,
+        stream: int = 0,
+    ) -> None:
+        """Let the weights be the masters of ``segments``, in the record at ``state_address``.
+
+        With ``main_itemsize`` 2 remainders become zero and signs of exp_avg_sq are cleared; with 4 only those masters
+        change that do not round to their weight. Gradients and groups of the segments mean nothing.
+
+        Raises:
+            ValueError: a segment lies outside the record, or has no weight; nothing was launched.
+            CudaError: a launch failed.
+        """
+        rows = _rows(segments, Segment)
+        self._call("mlp_cuda_restart", state_address, stride_numel, main_itemsize, rows.ctypes.data, len(rows), stream)
+
+    def sum_words(self, runs: Sequence[WordRun], sums_address: int, stream: int = 0) -> None:
+        """One sum a run, uint32, to ``sums_address``; those of ``adam.AdamKernel.sum_words``.
+
+        Raises:
+            ValueError: a run or the sums have no memory, or a misaligned address; nothing was launched.
+            CudaError: a launch failed.
+        """
+        rows = _rows(runs, WordRun)
+        self._call("mlp_cuda_sum", rows.ctypes.data, len(rows), sums_address, stream)
 
     def copy(self, pieces: Sequence[Piece], found_address: int = 0, stream: int = 0) -> None:
         """Copy pieces of memory to other places, in one launch (about eight hundred pieces fit in one).

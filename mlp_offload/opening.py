@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Protocol
 
 from .config import AUTO, OffloadConfig
 from .errors import OffloadError, PathTimeoutError
+from .plan.devices import choose_device_residents
 from .plan.placement import RECORD_ALIGNMENT, Residency, choose_residents, place, snapshot_slots, weights_a_slot
 from .plan.subgroups import Subgroup
 from .rates import PathRates, first_rates
+from .records import DeviceTier
 from .storage.buffers import BufferPool
 from .storage.jobdir import ScratchFile, check_directories, job_name
 from .storage.memory import available_memory_bytes
@@ -19,21 +22,40 @@ from .storage.statefile import StateFile, free_bytes
 from .tiers import Entry, RankContext, Tiers, round_up
 
 
+class Gpu(Protocol):
+    """A GPU that may update subgroups; see ``device_updates.Gpu``."""
+
+    def reserve(self, residents: Collection[int], passing_count: int, buffer_bytes: int) -> DeviceTier:
+        """Take memory for the records of ``residents``, and for those that pass through."""
+
+
 def open_tiers(
-    config: OffloadConfig, subgroups: "tuple[Subgroup, ...]", rank: RankContext, name: str, reserved_bytes: int = 0
+    config: OffloadConfig,
+    subgroups: "tuple[Subgroup, ...]",
+    rank: RankContext,
+    name: str,
+    reserved_bytes: int = 0,
+    gpu: "Gpu | None" = None,
 ) -> Tiers:
     """Check everything, then make pool and state files. Nothing is left behind after an error.
 
     Args:
         subgroups: of all spaces.
         reserved_bytes: part of the host-memory budget that the caller spends itself.
+        gpu: updates some subgroups, and has memory for some.
 
     Raises:
         ConfigError, CapacityError, PathInUseError: each names the subject, the numbers and the next step.
     """
     directories = [str(d) for d in check_directories([p.resolved_directory() for p in config.paths])]
-    slot_bytes, residency, streamed = spend_memory(config, subgroups, _host_memory(config, rank), reserved_bytes)
+    slot_bytes, residency, streamed = spend_memory(
+        config, subgroups, _host_memory(config, rank), reserved_bytes, gpu is not None
+    )
     with contextlib.ExitStack() as undo:
+        device = None
+        if gpu is not None:
+            device = gpu.reserve(sorted(residency.device_residents), residency.passing_count, slot_bytes)
+            undo.callback(device.close)
         copies = len(subgroups) - len(streamed) + residency.staging_count  # for a snapshot, and then bf16 weights
         copies += -(-len(subgroups) // weights_a_slot(slot_bytes, max((s.numel for s in subgroups), default=1)))
         homes, files, rates = _make_files(
@@ -45,17 +67,24 @@ def open_tiers(
             file.engine.register_buffers(*pool.region, keepalive=pool)
         undo.pop_all()  # closed by the tiers from now on
     table = [Entry() for _ in subgroups]
-    return Tiers(config, subgroups, residency, homes, pool, directories, files, rates, table)
+    return Tiers(config, subgroups, residency, homes, pool, directories, files, rates, table, device=device)
 
 
 def spend_memory(
-    config: OffloadConfig, subgroups: "tuple[Subgroup, ...]", host_memory: int, reserved_bytes: int
+    config: OffloadConfig,
+    subgroups: "tuple[Subgroup, ...]",
+    host_memory: int,
+    reserved_bytes: int,
+    with_gpu: bool = False,
 ) -> "tuple[int, Residency, list[int]]":
-    """(bytes of a slot, what is done with ``host_memory`` bytes, the subgroups that are not resident)."""
+    """(bytes of a slot, what is done with ``host_memory`` bytes and ``gpu_memory``, the subgroups that are not resident)."""
     slot_bytes = round_up(max((s.record_bytes for s in subgroups), default=1), RECORD_ALIGNMENT)
     staging_count = config.staging_count or 2 + 2 * len(config.paths)
-    residency = choose_residents(len(subgroups), slot_bytes, host_memory, staging_count, reserved_bytes)
-    return slot_bytes, residency, [i for i in range(len(subgroups)) if i not in residency.residents]
+    there: "tuple[frozenset[int], int]" = (frozenset(), 0)
+    if with_gpu:
+        there = choose_device_residents(len(subgroups), slot_bytes, config.gpu_memory, config.update_device == "cuda")
+    residency = choose_residents(len(subgroups), slot_bytes, host_memory, staging_count, reserved_bytes, *there)
+    return slot_bytes, residency, [i for i in range(len(subgroups)) if residency.streams(i)]
 
 
 def _make_files(

@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 
 from .adam.kernel import AdamKernel, adam_scalars, check_adam_options, default_threads
 from .config import OffloadConfig
+from .device_updates import gpu_for_updates
 from .errors import ConfigError
 from .pipeline import StepPipeline
 from .plan.subgroups import Segment
@@ -82,8 +83,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._kernel = AdamKernel(threads, config.adam_variant)
         try:
             self._itemsize = main_itemsize(config.master_weights, weights)
-            self._work = AdamWork(self._kernel, weights, self._subgroup_numel, self._itemsize, adopt_changes=True)
-            self._addresses = [weight.data_ptr() for weight in weights]
+            gpu, reason = gpu_for_updates(config, weights, self._kernel)
             self._pipeline = StepPipeline(
                 config,
                 {_SPACE: self._numels},
@@ -93,9 +93,16 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 pin=pin_memory if weights and weights[0].is_cuda else None,
                 on_progress=on_progress,
                 main_itemsize=self._itemsize,
+                gpu=gpu,
             )
             self._close = weakref.finalize(self, _close, self._pipeline, self._kernel)
-            log.info("%s", describe(self._pipeline.tiers, rank, self._kernel))
+            self._work = AdamWork(
+                *(self._kernel, weights, self._subgroup_numel, self._itemsize),
+                adopt_changes=True,
+                gpu=self._pipeline.tiers.device,
+            )
+            self._addresses = [weight.data_ptr() for weight in weights]
+            log.info("%s", describe(self._pipeline.tiers, rank, self._kernel, self._pipeline.passing_count(), reason))
             self._pipeline.log_start(header(self._pipeline.tiers, rank, self._kernel))
             self._pipeline.initialize(lambda space, subgroup, view: self._work.load_weights(subgroup, view))
         except BaseException:

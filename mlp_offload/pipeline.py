@@ -2,6 +2,8 @@
 
     plan (rows) -> start fetches -> update the first row that is ready -> keep it, or start its flush
 
+Updates on a GPU are begun as soon as they can be, and go on while the next rows are updated here.
+
 The trainer's thread runs all of it; the paths' engines only complete futures. Flushes may go on after ``step``
 returns, during the next forward and backward pass; their buffers are taken back when the next step needs them.
 """
@@ -13,18 +15,21 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
 from .balance import Balance
 from .config import OffloadConfig
+from .device_share import DeviceShare
 from .errors import OffloadError
-from .opening import fill_slots, open_tiers
+from .opening import Gpu, fill_slots, open_tiers
 from .plan.schedule import Row, StepPlan, plan_step
 from .plan.subgroups import Subgroup, cut
+from .records import DeviceFuture, DeviceRecord, StateView
 from .storage.buffers import Lease
-from .telemetry import StepLog, StepRecord
-from .tiers import Flight, RankContext, StateView, Tiers, Where
+from .telemetry import GPU, StepLog, StepRecord
+from .tiers import Flight, RankContext, Tiers, Where
 
 
 class SubgroupWork(Protocol):
@@ -35,6 +40,22 @@ class SubgroupWork(Protocol):
 
     def update(self, subgroup: Subgroup, state: StateView) -> None:
         """Apply Adam to ``state`` in place and send the weights to the model."""
+
+    def start_on_device(self, subgroups: Sequence[Subgroup]) -> None:
+        """Called first in a step with those that the GPU will update, if there are some; must not wait."""
+
+    def update_on_device(self, subgroup: Subgroup, record: "StateView | DeviceRecord") -> "DeviceFuture | None":
+        """Begin to apply Adam on the GPU; must not wait. Nobody touches a view until it is done."""
+
+
+@dataclass(frozen=True)
+class _Passing:
+    """A record that passes through GPU memory; the buffer is in use until the future is done."""
+
+    row: Row
+    lease: Lease
+    future: DeviceFuture
+    begin: float
 
 
 class StepPipeline:
@@ -50,6 +71,7 @@ class StepPipeline:
         pin: called with (address, nbytes) of the buffer pool, to pin it for a device; gives what undoes it, or None.
         on_progress: called with (bytes written so far, bytes in all) while the state is written at start-up.
         main_itemsize: bytes a parameter of what a record holds of main_param; see ``updates.main_itemsize``.
+        gpu: updates some subgroups, and has memory for some; see ``device_updates.gpu_for_updates``.
         open, clock: what makes the tiers, and gives the time in seconds; ``simulator`` has others.
 
     Attributes:
@@ -70,6 +92,7 @@ class StepPipeline:
         pin: "Callable[[int, int], Callable[[], object] | None] | None" = None,
         on_progress: "Callable[[int, int], None] | None" = None,
         main_itemsize: int = 4,
+        gpu: "Gpu | None" = None,
         open: "Callable[..., Tiers]" = open_tiers,
         clock: "Callable[[], float]" = time.monotonic,
     ):
@@ -92,10 +115,11 @@ class StepPipeline:
         with contextlib.ExitStack() as undo:
             if self._log is not None:
                 undo.callback(self._log.close)
-            self.tiers: Tiers = open(config, tuple(every), rank, name, reserved_bytes)
+            self.tiers: Tiers = open(config, tuple(every), rank, name, reserved_bytes, gpu)
             undo.callback(self.tiers.close)
             self.balance = Balance(self.tiers)
             self._unpin = pin(*self.tiers.pool.region) if pin is not None else None
+            self._share = DeviceShare(self.tiers)
             undo.pop_all()
 
     # ---------------------------------------------------------------------------------- start-up
@@ -130,7 +154,9 @@ class StepPipeline:
                     tiers.keep(index, lease, 0)
                     lease.array(0, lease.nbytes // 4).fill(0)
                     fill(space, subgroup, tiers.view(index, lease))
-                    if index not in tiers.residency.residents:
+                    if index in tiers.residency.device_residents:
+                        tiers.move_to_device(index, lease, 0)
+                    elif tiers.residency.streams(index):
                         home = tiers.homes[index]
                         tiers.start_flush(index, lease, home, 0)
                         advance(tiers.files[home].slot_bytes)
@@ -162,16 +188,18 @@ class StepPipeline:
         self._publish(everything=False)
         self._steps[space] += 1
         indices = self.indices(space)
-        residents = self.tiers.residency.residents
-        self.balance.rehome([i for i in indices if i not in residents])
+        residency = self.tiers.residency
+        self.balance.rehome([i for i in indices if residency.streams(i)])
         cached = [i for i in indices if self.tiers.table[i].where is Where.HOST]
         plan = plan_step(
             self._steps[space],
             indices,
-            residents,
+            residency.residents,
             cached,
             self.tiers.homes,
             self._keep_count(space),
+            residency.device_residents,
+            self.passing(space),
         )
         record = StepRecord(step=self._steps[space], host_memory_bytes=self.tiers.pool.region[1], started=self._clock())
         record.hit_count = plan.hit_count
@@ -186,37 +214,62 @@ class StepPipeline:
     def _run(self, space: str, plan: StepPlan, work: SubgroupWork, record: StepRecord) -> None:
         tiers, first = self.tiers, self._first[space]
         subgroup_of = self.subgroups[space]
-        waiting = list(plan.rows)
+        here = [row for row in plan.rows if not row.device]
+        there = [row for row in plan.rows if row.device]
         to_fetch = [row.subgroup for row in plan.rows if not row.hit]
         fetches: "dict[int, Flight]" = {}
-        if waiting:  # the first gradients travel while the first state is fetched
-            work.prepare(subgroup_of[waiting[0].subgroup - first])
-        while waiting:
+        passing: "list[_Passing]" = []
+        if here:  # the first gradients travel while the first state is fetched
+            work.prepare(subgroup_of[here[0].subgroup - first])
+        if there:
+            work.start_on_device([subgroup_of[row.subgroup - first] for row in there])
+        while True:
             tiers.reap()
+            for update in [update for update in passing if update.future.done()]:
+                passing.remove(update)
+                record.add("update", update.row.subgroup, update.begin, self._clock(), GPU)
+                self._keep_or_flush(update.row, update.lease, plan, record)
+            if not (here or there or passing):
+                break
             # A subgroup whose flush of the step before is still under way has no good copy on its path yet.
             stored = (i for i in to_fetch if tiers.table[i].where is Where.STORED)
             for index in list(islice(stored, tiers.pool.free_count)):
                 to_fetch.remove(index)
                 fetches[index] = tiers.start_fetch(index, tiers.pool.lease(), record)
-            row = self._first_ready(waiting, fetches)
+            # What the GPU can begin goes first: it takes no time here.
+            row = self._first_ready(there, fetches) or self._first_ready(here, fetches)
             if row is None:
                 begin = self._clock()
-                tiers.wait_any([*fetches.values(), *tiers.flushes])
-                record.add("stall", waiting[0].subgroup, begin, self._clock())
+                tiers.wait_any([*fetches.values(), *passing, *tiers.flushes])
+                stalled = [*here, *there, *(update.row for update in passing)][0].subgroup
+                record.add("stall", stalled, begin, self._clock())
                 continue
-            waiting.remove(row)
             if not row.hit:
                 tiers.land_fetch(fetches.pop(row.subgroup))
-            lease = tiers.table[row.subgroup].lease
+            lease, subgroup = tiers.table[row.subgroup].lease, subgroup_of[row.subgroup - first]
             begin = self._clock()
-            if waiting:  # its gradients travel while this one is updated
-                work.prepare(subgroup_of[waiting[0].subgroup - first])
-            work.update(subgroup_of[row.subgroup - first], tiers.view(row.subgroup, lease))
+            if row.device:
+                there.remove(row)
+                if lease is not None:
+                    future = work.update_on_device(subgroup, tiers.view(row.subgroup, lease))
+                    passing.append(_Passing(row, lease, future, begin))
+                else:
+                    work.update_on_device(subgroup, tiers.on_device(row.subgroup))
+                    record.add("update", row.subgroup, begin, self._clock(), GPU)
+                    tiers.table[row.subgroup].step = plan.step
+                continue
+            here.remove(row)
+            if here:  # its gradients travel while this one is updated
+                work.prepare(subgroup_of[here[0].subgroup - first])
+            work.update(subgroup, tiers.view(row.subgroup, lease))
             record.add("update", row.subgroup, begin, self._clock())
-            if row.keep:
-                tiers.keep(row.subgroup, lease, plan.step)
-            else:
-                tiers.start_flush(row.subgroup, lease, row.path, plan.step, record)
+            self._keep_or_flush(row, lease, plan, record)
+
+    def _keep_or_flush(self, row: Row, lease: Lease, plan: StepPlan, record: StepRecord) -> None:
+        if row.keep:
+            self.tiers.keep(row.subgroup, lease, plan.step)
+        else:
+            self.tiers.start_flush(row.subgroup, lease, row.path, plan.step, record)
 
     @staticmethod
     def _first_ready(waiting: Sequence[Row], fetches: "Mapping[int, Flight]") -> "Row | None":
@@ -225,6 +278,14 @@ class StepPipeline:
             if row.hit or (row.subgroup in fetches and fetches[row.subgroup].future.done()):
                 return row
         return None
+
+    def passing_count(self) -> int:
+        """How many subgroups of all spaces will pass through GPU memory in the next step."""
+        return sum(len(self.passing(space)) for space in self.subgroups)
+
+    def passing(self, space: str) -> "frozenset[int]":
+        """Positions in the table of the subgroups that will pass through GPU memory in the next step of ``space``."""
+        return self._share.choose(self.indices(space), self.balance.rates)
 
     def _keep_count(self, space: str) -> int:
         """Streamed subgroups that stay in staging buffers between steps.
@@ -237,7 +298,7 @@ class StepPipeline:
     def _planned_hit_count(self, space: str) -> int:
         """Subgroups that a step finds in host memory, from the second step on."""
         indices = self.indices(space)
-        resident_count = sum(index in self.tiers.residency.residents for index in indices)
+        resident_count = sum(not self.tiers.residency.streams(index) for index in indices)
         return resident_count + min(self._keep_count(space), len(indices) - resident_count)
 
     def annotate(self, iteration: "int | None", loss: "float | None", grad_norm: "float | None") -> "StepRecord | None":
@@ -286,6 +347,8 @@ class StepPipeline:
                 self.tiers.settle_before_close()
         self._publish(everything=True)
         self._broken = self._broken or "it was closed"
+        if self.tiers.device is not None:  # nothing moves between it and the host any more
+            self.tiers.device.close()
         if self._unpin is not None:  # before the memory goes: its address may be given out again
             self._unpin()
             self._unpin = None

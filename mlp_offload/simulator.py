@@ -102,7 +102,7 @@ def simulate(
     work = Work(clock, adam_parameters_per_second, copy_bytes_per_second, main_itemsize == 2)
 
     def open_tiers(
-        config: OffloadConfig, subgroups: "tuple[Subgroup, ...]", rank: RankContext, name: str, reserved: int
+        config: OffloadConfig, subgroups: "tuple[Subgroup, ...]", rank: RankContext, name: str, reserved: int, gpu: None
     ) -> Tiers:
         return _open(config, subgroups, clock, reserved)
 

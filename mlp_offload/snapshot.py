@@ -1,6 +1,6 @@
 """The state at one moment, kept on the paths while training goes on: what an asynchronous checkpoint is written from.
 
-    take_snapshot(...)      slots are pinned, what is only in host memory is copied to free slots, weights beside it
+    take_snapshot(...)      slots are pinned, what is only in memory is copied to free slots, weights beside it
     training goes on        a flush goes to another slot, as always; a pinned one is not given back
     Snapshot.source()       where every record lies: small, may be pickled, read by any process of the node
     Snapshot.release()      the slots are free again
@@ -147,7 +147,7 @@ class Snapshot:
 def take_snapshot(pipeline: StepPipeline, works: "Mapping[str, AdamWork]") -> Snapshot:
     """Keep the state as it is now, of every space, until the snapshot is released. Several may be held at once.
 
-    Waits for flushes under way, and for copies of what is only in host memory and of bf16 weights whose records hold
+    Waits for flushes under way, and for copies of what is only in host or GPU memory and of bf16 weights whose records hold
     remainders (with the weights they are 10 + 2 bytes a parameter).
 
     Raises:
@@ -158,7 +158,7 @@ def take_snapshot(pipeline: StepPipeline, works: "Mapping[str, AdamWork]") -> Sn
     tiers = pipeline.tiers
     tiers.settle()
     spaces = {name: list(zip(pipeline.indices(name), subgroups)) for name, subgroups in pipeline.subgroups.items()}
-    copied = [i for i, entry in enumerate(tiers.table) if entry.where is Where.HOST]
+    copied = [i for i, entry in enumerate(tiers.table) if entry.where in (Where.HOST, Where.DEVICE)]
     weights = {name: w for name, w in works.items() if any(s.main_itemsize == _BF16_BYTES for _, s in spaces[name])}
     longest = max(subgroup.numel for subgroup in tiers.subgroups)
     per_slot = weights_a_slot(tiers.files[0].slot_bytes, longest) if tiers.files else 1
@@ -183,6 +183,10 @@ def take_snapshot(pipeline: StepPipeline, works: "Mapping[str, AdamWork]") -> Sn
                 entry = tiers.table[index]
                 if entry.where is Where.HOST:
                     record = snapshot._write(entry.lease, tiers.padded(subgroup.record_bytes))
+                elif entry.where is Where.DEVICE:
+                    with tiers.pool.lease() as lease:
+                        tiers.read_from_device(index, lease)
+                        record = snapshot._write(lease, tiers.padded(subgroup.record_bytes))
                 else:
                     tiers.pin(entry.path, entry.slot)
                     snapshot._hold(entry.path, entry.slot)
@@ -204,8 +208,8 @@ def _make_room(tiers: Tiers, copy_count: int) -> None:
     """
     if not tiers.files:
         raise CapacityError(
-            "everything is in host memory, so there is no path that a snapshot could be kept on; the checkpoint is "
-            "written at once. Lower host_memory to let part of the state stream"
+            "everything is in memory, so there is no path that a snapshot could be kept on; the checkpoint is "
+            "written at once. Lower host_memory (or gpu_memory) to let part of the state stream"
         )
     needed = snapshot_slots([tiers.homes_on(i) for i in range(len(tiers.files))], copy_count)
     for file, more in zip(tiers.files, needed):

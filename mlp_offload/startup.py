@@ -22,8 +22,15 @@ Progress = Callable[[int, int], None]
 """Called with bytes written so far and bytes in all."""
 
 
-def describe(tiers: Tiers, rank: RankContext, kernel: AdamKernel) -> str:
-    """The options as they are used, then what this rank made of them: a line for the state, the memory and each path."""
+def describe(
+    tiers: Tiers, rank: RankContext, kernel: AdamKernel, passing_count: int = 0, no_gpu_reason: str = ""
+) -> str:
+    """The options as they are used, then what this rank made of them: a line for the state, the memory and each path.
+
+    Args:
+        passing_count: subgroups that pass through GPU memory in the first step.
+        no_gpu_reason: why the GPU updates nothing.
+    """
     subgroups, residency = tiers.subgroups, tiers.residency
     numel = sum(subgroup.numel for subgroup in subgroups)
     itemsize = 8 + (subgroups[0].main_itemsize if subgroups else 4)
@@ -36,6 +43,7 @@ def describe(tiers: Tiers, rank: RankContext, kernel: AdamKernel) -> str:
         f"  host memory           {format_bytes(tiers.pool.region[1])}: {len(residency.residents)} resident subgroups "
         f"({share:.0%} of the state) and {residency.staging_count} buffers in motion",
         f"  Adam kernel           {kernel.variant}, threads: {kernel.threads}",
+        f"  updates               {_updates(tiers, passing_count, no_gpu_reason)}",
         f"  cores                 {cores(rank)}",
     ]
     for index, (directory, file, rates) in enumerate(zip(tiers.directories, tiers.files, tiers.rates)):
@@ -46,8 +54,19 @@ def describe(tiers: Tiers, rank: RankContext, kernel: AdamKernel) -> str:
             f"    first rates         {rates}"
         )
     if not tiers.files:
-        lines.append("  nothing goes to storage: host memory holds the whole state")
+        where = "GPU memory and host memory hold" if residency.device_residents else "host memory holds"
+        lines.append(f"  nothing goes to storage: {where} the whole state")
     return "\n".join(lines)
+
+
+def _updates(tiers: Tiers, passing_count: int, no_gpu_reason: str) -> str:
+    if tiers.device is None:
+        return f"all on the CPU ({no_gpu_reason})" if no_gpu_reason else "all on the CPU"
+    resident_count = len(tiers.residency.device_residents)
+    return (
+        f"{resident_count} subgroups stay and {passing_count} pass through on the GPU, in {format_bytes(tiers.device.nbytes)} "
+        f"of its memory; {len(tiers.subgroups) - resident_count - passing_count} on the CPU"
+    )
 
 
 def header(tiers: Tiers, rank: RankContext, kernel: AdamKernel) -> "dict[str, Any]":
@@ -67,6 +86,8 @@ def header(tiers: Tiers, rank: RankContext, kernel: AdamKernel) -> "dict[str, An
         "state_bytes": itemsize * numel,
         "subgroup_count": len(tiers.subgroups),
         "resident_count": len(tiers.residency.residents),
+        "device_resident_count": len(tiers.residency.device_residents),
+        "gpu_memory_bytes": tiers.device.nbytes if tiers.device is not None else 0,
         "staging_count": tiers.residency.staging_count,
         "buffer_bytes": tiers.pool.buffer_bytes,
         "host_memory_bytes": tiers.pool.region[1],

@@ -21,7 +21,11 @@ from .errors import ConfigError
 from .units import format_bytes
 
 PHASES = ("fetch", "update", "flush", "stall")
-"""storage to host; the Adam kernel and its copies; host to storage; the trainer's thread waiting for storage."""
+"""storage to host; the Adam kernel and its copies; host to storage; the trainer's thread waiting for storage or a GPU."""
+
+GPU = "cuda"
+"""In place of a path: an update on the GPU, from the moment at which it is asked for. Where the record passes through, until
+it is seen to be back; where it stays in GPU memory, until it has been asked for: nobody waits for it."""
 
 
 @dataclass
@@ -43,7 +47,7 @@ class StepRecord:
         step: executed steps of this optimizer, 1 for the first.
         step_seconds: from the call to the return; flushes may go on after it.
         bytes_read, bytes_written: by path directory.
-        hit_count, fetch_count: subgroups found in host memory, and fetched.
+        hit_count, fetch_count: subgroups found in host or GPU memory, and fetched.
         host_memory_bytes: of the state buffers.
         events: the profile of the step.
         loss, grad_norm: None where not known.

@@ -1,4 +1,4 @@
-"""The two tiers of one rank: a pool of host buffers, and the paths together as one virtual storage tier.
+"""The tiers of one rank: a pool of host buffers, the paths together as one virtual storage tier, and maybe GPU memory.
 
 Knows where each subgroup's only authoritative copy is and moves single subgroups; it decides nothing about order.
 Only the trainer's thread calls it.
@@ -20,6 +20,7 @@ from .errors import ChecksumError, OffloadError, PathIOError, PathTimeoutError
 from .plan.placement import RECORD_ALIGNMENT, Residency
 from .plan.subgroups import Subgroup
 from .rates import PathRates
+from .records import DeviceRecord, DeviceTier, StateView
 from .storage.buffers import BufferPool, Lease
 from .storage.engine import IoFuture
 from .storage.statefile import StateFile
@@ -46,6 +47,7 @@ class Where(enum.Enum):
     HOST = "in a leased host buffer; its slot, if it has one, holds an older step"
     FLUSHING = "in a leased host buffer, being written; the buffer is released and the old slot freed when that is done"
     STORED = "in a slot on its path; no host memory"
+    DEVICE = "in GPU memory for good; no host memory, no slot"
 
 
 @dataclass
@@ -74,32 +76,6 @@ class Flight:
     record: "StepRecord | None" = None
 
 
-@dataclass(frozen=True)
-class StateView:
-    """The record of one subgroup in host memory, as it is stored: three arrays of ``numel`` elements.
-
-    Each lies ``stride_numel`` elements behind the start of the one before, the first at ``address``. Records hold either
-    ``main_param`` (fp32) or ``remainder`` (int16; ``main_param`` is None then, and exp_avg_sq carries a sign); see
-    ``adam.remainder``.
-    """
-
-    address: int
-    stride_numel: int
-    numel: int
-    main_param: "np.ndarray | None"
-    remainder: "np.ndarray | None"
-    exp_avg: np.ndarray
-    exp_avg_sq: np.ndarray
-
-    @classmethod
-    def of(cls, subgroup: Subgroup, lease: Lease) -> "StateView":
-        stride, numel, itemsize = subgroup.stride_numel, subgroup.numel, subgroup.main_itemsize
-        main = lease.array(0, numel, np.float32 if itemsize == 4 else np.int16)
-        moments = [lease.array(stride * (itemsize + 4 * k), numel) for k in range(2)]
-        main_param, remainder = (main, None) if itemsize == 4 else (None, main)
-        return cls(lease.address, stride, numel, main_param, remainder, *moments)
-
-
 @dataclass
 class Tiers:
     """Host buffers, state files and the table. Made by ``opening.open_tiers``.
@@ -108,6 +84,7 @@ class Tiers:
         subgroups: all of the rank's subgroups, of all spaces; their position here is their index in the table.
         homes: path on which a subgroup that is not resident lives; it may be flushed elsewhere when that path fails.
         rates: of each file's path, as the first homes were chosen by.
+        device: GPU memory, where some is used.
     """
 
     config: OffloadConfig
@@ -124,6 +101,7 @@ class Tiers:
     pinned: "dict[tuple[int, int], int]" = field(default_factory=dict)  # (path, slot) -> how many snapshots hold it
     retired: "set[tuple[int, int]]" = field(default_factory=set)  # those of them that hold no newest copy
     hung: bool = False
+    device: "DeviceTier | None" = None
 
     def homes_on(self, path: int) -> int:
         """How many subgroups live on a path."""
@@ -133,6 +111,20 @@ class Tiers:
 
     def view(self, index: int, lease: Lease) -> StateView:
         return StateView.of(self.subgroups[index], lease)
+
+    def on_device(self, index: int) -> DeviceRecord:
+        """The record of a subgroup that is in GPU memory."""
+        return DeviceRecord(self.device.address(index), self.subgroups[index].stride_numel)
+
+    def move_to_device(self, index: int, lease: Lease, step: int) -> None:
+        """From now on the subgroup is in GPU memory, and the buffer is free."""
+        self.device.write(index, self._bytes(index, lease))
+        self.table[index] = Entry(Where.DEVICE, step=step)
+        lease.release()
+
+    def read_from_device(self, index: int, lease: Lease) -> None:
+        """Copy the record of a subgroup that is in GPU memory into a buffer."""
+        self.device.read(index, self._bytes(index, lease))
 
     def start_fetch(self, index: int, lease: Lease, record: "StepRecord | None" = None) -> Flight:
         """Begin to read a stored subgroup into ``lease``."""
@@ -227,6 +219,13 @@ class Tiers:
         lease = self.pool.lease()
         if lease is None:
             raise OffloadError(f"no free buffer to read subgroup {index}: another one is still borrowed")
+        if entry.where is Where.DEVICE:
+            with lease:
+                self.read_from_device(index, lease)
+                yield self.view(index, lease)
+                if write_back:
+                    self.device.write(index, self._bytes(index, lease))
+            return
         self.land_fetch(self.start_fetch(index, lease))
         if write_back:
             yield self.view(index, lease)
@@ -282,6 +281,8 @@ class Tiers:
 
     def close(self) -> None:
         """Remove the state files and give the memory back. Safe to call twice and after errors."""
+        if self.device is not None:
+            self.device.close()
         # Whoever gave up on a call that hangs must not wait for it here again.
         deadline = time.monotonic() + (0.0 if self.hung else CLOSE_SECONDS)
         self.files = [file for file in self.files if not file.close(max(1.0, deadline - time.monotonic()))]
@@ -324,6 +325,9 @@ class Tiers:
         self._free_slot(entry)
         self.table[flight.index] = Entry(Where.STORED, None, flight.path, flight.slot, checksum, flight.step)
         flight.lease.release()
+
+    def _bytes(self, index: int, lease: Lease) -> np.ndarray:
+        return lease.array(0, self.subgroups[index].record_bytes, np.uint8)
 
     def _result(self, flight: Flight) -> "int | None":
         try:

@@ -97,6 +97,12 @@ def pin_memory(address: int, nbytes: int, what: str = "state buffers") -> "Calla
     return None
 
 
+def in_place(tensors: "Sequence[torch.Tensor | None]", subgroup: Subgroup) -> np.ndarray:
+    """Where the segments of a subgroup lie in tensors, one a shard; 0 where there is none. Shape (segments,), int64."""
+    places = [(tensors[s.shard], s.shard_offset) for s in subgroup.segments]
+    return np.array([0 if t is None else t.data_ptr() + start * t.element_size() for t, start in places], np.int64)
+
+
 class HostTransfers:
     """Weights and gradients in host memory: the kernel uses them where they are."""
 
@@ -111,12 +117,7 @@ class HostTransfers:
         pass
 
     def addresses(self, subgroup: Subgroup) -> "tuple[np.ndarray, np.ndarray]":
-        def address(tensor: "torch.Tensor | None", segment: Segment) -> int:
-            return 0 if tensor is None else tensor.data_ptr() + segment.shard_offset * tensor.element_size()
-
-        grads = [address(self._gradients[s.shard], s) for s in subgroup.segments]
-        weights = [address(self._weights[s.shard], s) for s in subgroup.segments]
-        return np.array(grads, np.int64), np.array(weights, np.int64)
+        return in_place(self._gradients, subgroup), in_place(self._weights, subgroup)
 
     def weight(self, segment: Segment) -> torch.Tensor:
         return _of(self._weights[segment.shard], segment)

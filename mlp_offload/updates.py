@@ -12,10 +12,11 @@ import torch
 
 from .adam.kernel import DTYPE_CODES, AdamKernel, AdamScalars
 from .adam.remainder import join, split
+from .device_updates import DeviceFuture, GpuMemory
 from .errors import ConfigError, WeightsChangedError
 from .plan.subgroups import Segment, Subgroup
-from .tiers import StateView
-from .transfers import transfers_for
+from .records import DeviceRecord, StateView
+from .transfers import in_place, transfers_for
 
 _BLOCK_NUMEL = 2**15  # elements whose intermediate values are in memory at once
 _SIGN_CLEARED = np.uint32(0x7FFFFFFF)
@@ -38,6 +39,7 @@ class AdamWork:
         adopt_changes: what then happens: True = the changed weight is the new master, of the whole part of the shard
             that lies in one subgroup; False = ``WeightsChangedError``.
         fp32_masters: fp32 weights are their own masters: whoever changes one changes its master.
+        gpu: where the weights are; it may update subgroups.
 
     Raises:
         ConfigError: a weight is not flat, contiguous and of a dtype that the kernel knows.
@@ -52,13 +54,21 @@ class AdamWork:
         main_itemsize: int = 4,
         adopt_changes: bool = False,
         fp32_masters: bool = False,
+        gpu: "GpuMemory | None" = None,
     ):
         self._kernel = kernel
+        self._gpu = gpu
         self._subgroup_numel = subgroup_numel
         self._reads_weights = main_itemsize == 2
         self._adopt_changes = adopt_changes
         self._own_masters = frozenset(i for i, w in enumerate(weights) if fp32_masters and w.dtype == torch.float32)
-        self._sums: "dict[int, np.ndarray]" = {}  # subgroup -> sum of each segment's weights when they were written
+        self._known_sums: "dict[int, np.ndarray]" = {}  # subgroup -> sum of each segment's weights when they were written
+        self._gradients: "Sequence[torch.Tensor | None]" = ()
+        self._on_device: "dict[int, np.ndarray]" = {}  # subgroup that the GPU updates in this step -> the kernel's rows
+        self._watched: "dict[int, tuple[np.ndarray, slice]]" = {}  # -> which segments are summed, and where the sums are
+        self._written: "dict[int, tuple[np.ndarray, slice]]" = {}  # the same, of sums that are still to be read
+        if gpu is not None:
+            self._sums_before, self._sums_after = gpu.sums(), gpu.sums()
         self._grad_codes = np.zeros(len(weights), np.int64)
         self._group_index = np.zeros(len(weights), np.int64)
         self._scalars: "Sequence[AdamScalars]" = ()
@@ -77,6 +87,11 @@ class AdamWork:
                     f"weight {i} has shape {tuple(weight.shape)}, strides {weight.stride()} and dtype {weight.dtype}; "
                     f"offload takes contiguous parameters in {', '.join(str(d) for d in DTYPE_CODES)}"
                 )
+        if self._gpu is not None and not all(w.is_cuda for w in weights):
+            raise ConfigError(
+                "weights moved from the GPU to host memory, and the GPU updates some of them: leave them there, or set "
+                "update_device to cpu"
+            )
         self._weights = [w.detach() for w in weights]
         self._transfers = None  # gives its memory back before the next takes some
         self._transfers = transfers_for(self._weights, self._subgroup_numel, self._reads_weights)
@@ -109,36 +124,71 @@ class AdamWork:
             self._grad_codes[i] = DTYPE_CODES[gradient.dtype]
         self._scalars, self._stale = scalars, frozenset(stale)
         self._group_index[:] = group_index
+        self._gradients, self._on_device, self._watched = gradients, {}, {}
+        if self._gpu is not None:
+            self._gpu.begin()
         self._transfers.begin(gradients)
 
     def prepare(self, subgroup: Subgroup) -> None:
         self._transfers.prepare(subgroup)
 
     def update(self, subgroup: Subgroup, state: StateView) -> None:
+        """Adam, in place, on the CPU; the weights are on their way when it returns."""
         if state.remainder is None:
             self._refresh(subgroup, state, self._stale, self._transfers.weight)
-        shards = np.array([s.shard for s in subgroup.segments], np.int64)
-        rows = np.empty((len(shards), 7), np.int64)
-        rows[:, 0] = [s.offset for s in subgroup.segments]
-        rows[:, 1] = [s.numel for s in subgroup.segments]
-        rows[:, 2], rows[:, 3] = self._transfers.addresses(subgroup)
-        rows[:, 4] = self._grad_codes[shards]
-        rows[:, 5] = self._weight_codes[shards]
-        rows[:, 6] = self._group_index[shards]
+        rows = self._rows(subgroup, *self._transfers.addresses(subgroup))
         if state.remainder is None:
             self._kernel.update(state.address, state.stride_numel, rows, self._scalars)
         else:
             stepped = np.flatnonzero(rows[:, 2])  # those that have a gradient
             addresses, numels = rows[stepped, 3], rows[stepped, 1]
-            changed = stepped[self._kernel.sum_words(addresses, numels) != self._sums[subgroup.index][stepped]]
+            changed = stepped[self._kernel.sum_words(addresses, numels) != self._sums()[subgroup.index][stepped]]
             self._restart(subgroup, state, self._allowed(subgroup, changed))
             self._kernel.update(state.address, state.stride_numel, rows, self._scalars, main_itemsize=2)
-            self._sums[subgroup.index][stepped] = self._kernel.sum_words(addresses, numels)
+            self._sums()[subgroup.index][stepped] = self._kernel.sum_words(addresses, numels)
         self._transfers.send(subgroup)
+
+    def start_on_device(self, subgroups: Sequence[Subgroup]) -> None:
+        """These will be updated on the GPU in this step. Does not wait."""
+        self._on_device = {
+            s.index: self._rows(s, in_place(self._gradients, s), in_place(self._weights, s)) for s in subgroups
+        }
+        if self._reads_weights:
+            self._watched, count = {}, 0
+            for index, rows in self._on_device.items():
+                stepped = np.flatnonzero(rows[:, 2])
+                self._watched[index] = (stepped, slice(count, count + len(stepped)))
+                count += len(stepped)
+            self._sums_before.ask(self._runs())
+
+    def update_on_device(self, subgroup: Subgroup, record: "StateView | DeviceRecord") -> "DeviceFuture | None":
+        """As ``update``, on the GPU, for one of ``start_on_device``; see ``GpuMemory.update``."""
+        rows = self._on_device[subgroup.index]
+        if self._reads_weights:
+            stepped, part = self._watched[subgroup.index]
+            changed = stepped[self._sums_before.read()[part] != self._sums()[subgroup.index][stepped]]
+            self._allowed(subgroup, changed)
+        else:
+            shards = self._stale | self._own_masters
+            changed = np.flatnonzero([s.shard in shards for s in subgroup.segments])
+
+        def launch(address: int, stream: int) -> None:
+            if len(changed):
+                self._gpu.kernels.restart(address, record.stride_numel, rows[changed], subgroup.main_itemsize, stream)
+            self._gpu.kernels.update(address, record.stride_numel, rows, self._scalars, subgroup.main_itemsize, stream)
+
+        return self._gpu.update(record, launch)
 
     def end(self) -> None:
         """Order all weights before later work on the caller's stream."""
+        if self._gpu is not None:
+            if self._watched:
+                self._sums()  # of the step before, if nobody has asked for them
+                self._sums_after.ask(self._runs())
+                self._written = self._watched
+            self._gpu.end()
         self._transfers.end()
+        self._gradients, self._on_device, self._watched = (), {}, {}
 
     # ------------------------------------------------------------------------------- between the steps
 
@@ -150,7 +200,7 @@ class AdamWork:
                 main_param[s.offset : s.offset + s.numel].copy_(self._weight(s))
         else:
             self._restart(subgroup, state, subgroup.segments)
-            self._sums[subgroup.index] = self._sum(subgroup)
+            self._sums()[subgroup.index] = self._sum(subgroup)
 
     def read(self, subgroup: Subgroup, state: StateView, stale: Collection[int] = ()) -> "dict[str, torch.Tensor]":
         """``main_param``, ``exp_avg`` and ``exp_avg_sq`` of the subgroup, fp32; valid as long as ``state`` is.
@@ -163,7 +213,7 @@ class AdamWork:
         if state.remainder is None:
             self._refresh(subgroup, state, stale, self._weight)
             return _arrays(state)
-        changed = np.flatnonzero(self._sum(subgroup) != self._sums[subgroup.index])
+        changed = np.flatnonzero(self._sum(subgroup) != self._sums()[subgroup.index])
         return self._joined(subgroup, state, self._allowed(subgroup, changed))
 
     @contextlib.contextmanager
@@ -178,7 +228,7 @@ class AdamWork:
             yield _arrays(state)
             return
         sums = self._sum(subgroup)
-        known = self._sums.get(subgroup.index, ~sums)
+        known = self._sums().get(subgroup.index, ~sums)
         arrays = self._joined(subgroup, state, [subgroup.segments[i] for i in np.flatnonzero(sums != known)])
         yield arrays
         negative = int((arrays["exp_avg_sq"] < 0).sum())
@@ -202,7 +252,7 @@ class AdamWork:
                 "optimizer's state, from the same checkpoint, or set master_weights to full"
             )
         torch.from_numpy(state.exp_avg_sq).copy_(arrays["exp_avg_sq"])
-        self._sums[subgroup.index] = sums
+        self._sums()[subgroup.index] = sums
 
     def copy_weights(self, subgroup: Subgroup, out: torch.Tensor) -> None:
         """Copy the subgroup's bf16 weights, to which the remainders in its record belong, to ``out`` (host, bf16).
@@ -210,13 +260,39 @@ class AdamWork:
         Raises:
             WeightsChangedError: they are not those that were written, so their masters cannot be known.
         """
-        changed = np.flatnonzero(self._sum(subgroup) != self._sums[subgroup.index])
+        changed = np.flatnonzero(self._sum(subgroup) != self._sums()[subgroup.index])
         if len(changed):
             self._refuse(subgroup, [subgroup.segments[i] for i in changed])
         for s in subgroup.segments:
             out[s.offset : s.offset + s.numel].copy_(self._weight(s))
 
     # ------------------------------------------------------------------------------------ helpers
+
+    def _rows(self, subgroup: Subgroup, grads: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """For the kernel, one a segment; from addresses of gradients and weights."""
+        shards = np.array([s.shard for s in subgroup.segments], np.int64)
+        rows = np.empty((len(shards), 7), np.int64)
+        rows[:, 0] = [s.offset for s in subgroup.segments]
+        rows[:, 1] = [s.numel for s in subgroup.segments]
+        rows[:, 2], rows[:, 3] = grads, weights
+        rows[:, 4] = self._grad_codes[shards]
+        rows[:, 5] = self._weight_codes[shards]
+        rows[:, 6] = self._group_index[shards]
+        return rows
+
+    def _runs(self) -> np.ndarray:
+        """The weights on the device that are watched in this step, as address and count."""
+        runs = [self._on_device[index][stepped][:, [3, 1]] for index, (stepped, _) in self._watched.items()]
+        return np.concatenate(runs)
+
+    def _sums(self) -> "dict[int, np.ndarray]":
+        """For each subgroup the sums of its segments' weights when they were written; waits for the GPU's."""
+        if self._written:
+            sums = self._sums_after.read()
+            for index, (stepped, part) in self._written.items():
+                self._known_sums[index][stepped] = sums[part]
+            self._written = {}
+        return self._known_sums
 
     def _allowed(self, subgroup: Subgroup, changed: np.ndarray) -> "list[Segment]":
         """The segments at the positions ``changed``; raises where their masters may not start again."""

@@ -6,11 +6,12 @@ import itertools
 import random
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from mlp_offload.adam import DTYPE_CODES, AdamKernel, AdamScalars, Segment, adam_scalars
 from mlp_offload.adam.reference import fma
-from mlp_offload.cuda import NORM_SUMS_NUMEL, CudaKernels, NormTensor, Piece
+from mlp_offload.cuda import NORM_SUMS_NUMEL, CudaKernels, NormTensor, Piece, WordRun
 
 DTYPES = tuple(DTYPE_CODES)
 SIZES = (0, 1, 15, 16, 17, 127, 4095, 4096, 4097, 100003)
@@ -175,6 +176,71 @@ def check_adam(
     for i, dtype in enumerate(DTYPES):
         assert_same(device[4 + i], host[4 + i], f"weights {dtype}")
         assert torch.equal(bits(device[1 + i]), bits(grads_before[i])), f"gradients {dtype}"
+
+
+# ------------------------------------------------------------------------------------ sums and restarts
+
+
+def check_sums(machine: Machine, kernel: AdamKernel) -> None:
+    """Runs of every size at every alignment have the CPU kernel's sums, also more of them than one launch takes."""
+    choice, generator = random.Random(3), torch.Generator().manual_seed(3)
+    arena = Arena(torch.int16, choice)
+    numels = [n for n in (*SIZES, 65535, 65536, 65537, 4 * 65536 + 3) for _ in range(4)]
+    numels += [choice.randrange(20) for _ in range(3000)]
+    places = [(arena.take(n), n) for n in numels]
+    words = torch.randint(-32768, 32768, (arena.numel + 8,), generator=generator).to(torch.int16)
+    there = words.to(machine.device, copy=True)
+    sums = torch.full((len(places) + 1,), -1, dtype=torch.int32, device=machine.device)
+    machine.kernels.sum_words(
+        [WordRun(there.data_ptr() + 2 * at, numel) for at, numel in places], sums.data_ptr(), machine.stream
+    )
+    rows = np.array([(words.data_ptr() + 2 * at, numel) for at, numel in places], np.int64)
+    expected = kernel.sum_words(np.ascontiguousarray(rows[:, 0]), np.ascontiguousarray(rows[:, 1]))
+    assert torch.equal(sums[:-1].cpu(), torch.from_numpy(expected.view(np.int32)))
+    assert int(sums[-1]) == -1, "memory behind the sums"
+    machine.kernels.sum_words([], 0, machine.stream)
+
+
+def check_restart(machine: Machine, main_itemsize: int) -> None:
+    """Masters of some segments start again, by what torch says; nothing else changes."""
+    choice, generator = random.Random(5), torch.Generator().manual_seed(5)
+    dtypes = DTYPES if main_itemsize == 4 else (torch.bfloat16,)
+    state, arenas = Arena(torch.float32, choice), {dtype: Arena(dtype, choice) for dtype in dtypes}
+    places = [
+        (state.take(numel), arenas[dtype].take(numel), numel, dtype, choice.random() < 0.7)
+        for numel, dtype, _ in itertools.product((*SIZES, *range(12), 5000), dtypes, range(3))
+    ]
+    stride = -(-state.numel // 2) * 2
+    main = any_values(stride, torch.float32, generator)
+    if main_itemsize == 2:
+        main = torch.randint(-32768, 32768, (stride,), generator=generator).to(torch.int16)
+    moments = any_values(2 * stride, torch.float32, generator)
+    weights = {dtype: any_values(arena.numel + 8, dtype, generator) for dtype, arena in arenas.items()}
+    for offset, at, numel, dtype, _ in places:  # some masters belong to their weights
+        if main_itemsize == 4:
+            own, weight = main[offset : offset + numel], weights[dtype][at : at + numel]
+            weight.copy_(torch.where(torch.rand(numel, generator=generator) < 0.5, own.to(dtype), weight))
+    record = torch.cat([bits(main).view(torch.uint8), bits(moments).view(torch.uint8)])
+    there = record.to(machine.device, copy=True)
+    there_weights = {dtype: weight.to(machine.device, copy=True) for dtype, weight in weights.items()}
+    rows = [
+        Segment(offset, numel, 0, there_weights[dtype].data_ptr() + at * dtype.itemsize, 0, DTYPE_CODES[dtype], 9)
+        for offset, at, numel, dtype, chosen in places
+        if chosen
+    ]
+    machine.kernels.restart(there.data_ptr(), stride, rows, main_itemsize, machine.stream)
+    for offset, at, numel, dtype, chosen in places:
+        own, weight = main[offset : offset + numel], weights[dtype][at : at + numel]
+        if chosen and main_itemsize == 4:
+            own.copy_(torch.where(own.to(dtype) == weight, own, weight.float()))
+        elif chosen:
+            own.zero_()
+            moments[stride + offset : stride + offset + numel].view(torch.int32).bitwise_and_(0x7FFFFFFF)
+    got = there.cpu()
+    cut = stride * main_itemsize
+    assert_same(got[:cut].view(main.dtype), main, "main_param")
+    assert torch.equal(got[cut:].view(torch.int32), bits(moments)), "moments"
+    assert all(torch.equal(bits(there_weights[d].cpu()), bits(weights[d])) for d in dtypes), "weights"
 
 
 # ------------------------------------------------------------------------------------ gather, scatter

@@ -94,7 +94,9 @@ class MLPDistributedOptimizer(DistributedOptimizer):
         largest = max(pipeline.subgroups[space], key=lambda subgroup: subgroup.numel)
         weights = [shard.weight for shard in self.shards]
         # Stock has no copy of fp32 weights, and Megatron does not tell it when it loads them without optimizer state.
-        self._work = AdamWork(kernel, weights, largest.numel, largest.main_itemsize, fp32_masters=True)
+        self._work = AdamWork(
+            kernel, weights, largest.numel, largest.main_itemsize, fp32_masters=True, gpu=pipeline.tiers.device
+        )
         self._states = ShardStates(pipeline, space, self._work)
 
     def fill(self, subgroup: Subgroup, view: StateView) -> None:

@@ -17,6 +17,7 @@ from megatron.core.optimizer import optimizer as stock_module
 
 from ..adam.kernel import AdamKernel, default_threads
 from ..config import OffloadConfig
+from ..device_updates import gpu_for_updates
 from ..errors import ConfigError, SelfCheckError
 from ..pipeline import RankContext, StepPipeline
 from ..startup import describe, header, progress
@@ -218,6 +219,7 @@ def _start(config: OffloadConfig, parts: "list[MLPDistributedOptimizer]") -> Non
     try:
         kernel = AdamKernel(config.update_threads or default_threads(context.local_rank_count), config.adam_variant)
         resources.stack.callback(kernel.close)
+        gpu, reason = gpu_for_updates(config, weights, kernel)
         first = context.rank == 0
         with progress() if first else nullcontext() as show:
             pipeline = StepPipeline(
@@ -228,10 +230,11 @@ def _start(config: OffloadConfig, parts: "list[MLPDistributedOptimizer]") -> Non
                 pin=pin_memory if weights[0].is_cuda else None,
                 on_progress=show,
                 main_itemsize=main_itemsize(config.master_weights, weights),
+                gpu=gpu,
             )
             resources.stack.callback(pipeline.close)
             if first:
-                print(describe(pipeline.tiers, context, kernel), flush=True)
+                print(describe(pipeline.tiers, context, kernel, pipeline.passing_count(), reason), flush=True)
             pipeline.log_start(header(pipeline.tiers, context, kernel))
             for name, part in spaces.items():
                 part.start(pipeline, name, kernel, resources)

@@ -10,8 +10,9 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
 
-from ..config import MODES, OffloadConfig, add_arguments, from_arguments
+from ..config import MODES, OffloadConfig
 from ..errors import ConfigError
+from ..flags import add_arguments, from_arguments
 from ..storage.jobdir import check_directories
 
 _OUR_FLAG = re.compile(r"--(no-)?mlp-offload")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .. import config as options
+from .. import flags as options
 from ..config import OffloadConfig
 from ..errors import ConfigError
 from .model import Layout, Model, check

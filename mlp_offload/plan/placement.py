@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..config import PathConfig
 from ..errors import CapacityError, ConfigError
 from ..units import format_bytes, round_up_bytes
+from .devices import spread
 from .shares import apportion, interleave
 
 
@@ -20,11 +21,19 @@ class Residency:
         staging_count: buffers in motion (fetching, updating, flushing).
         residents: subgroups that stay in host memory and never touch a path. They are spread evenly, so
             that their updates fill the time between arrivals from storage.
+        device_residents: those that stay in GPU memory.
+        passing_count: buffers in GPU memory through which others pass; see ``devices``.
     """
 
     buffer_count: int
     staging_count: int
     residents: "frozenset[int]"
+    device_residents: "frozenset[int]" = frozenset()
+    passing_count: int = 0
+
+    def streams(self, subgroup: int) -> bool:
+        """Whether a subgroup has its home on a path."""
+        return subgroup not in self.residents and subgroup not in self.device_residents
 
 
 RECORD_ALIGNMENT = 4096
@@ -35,23 +44,33 @@ MINIMUM_STAGING = 3
 
 
 def choose_residents(
-    subgroup_count: int, buffer_bytes: int, host_memory: int, staging_count: int, reserved_bytes: int = 0
+    subgroup_count: int,
+    buffer_bytes: int,
+    host_memory: int,
+    staging_count: int,
+    reserved_bytes: int = 0,
+    device_residents: "frozenset[int]" = frozenset(),
+    passing_count: int = 0,
 ) -> Residency:
     """Spend ``host_memory`` bytes on buffers of ``buffer_bytes``: staging first, residents with the rest.
 
     Args:
         reserved_bytes: part of ``host_memory`` that is spent elsewhere, in proportion to the subgroup size.
+        device_residents: subgroups that need none of it, but one buffer together, through which they are read and written
+            between steps.
 
     Raises:
         ConfigError: the budget holds fewer than three buffers and not the whole state; says how much it
             would take, and which subgroup size would fit.
     """
     affordable = max(0, host_memory - reserved_bytes) // buffer_bytes
-    if affordable >= subgroup_count:
-        return Residency(subgroup_count, 0, frozenset(range(subgroup_count)))
+    others = [i for i in range(subgroup_count) if i not in device_residents]
+    between = 1 if device_residents else 0
+    if affordable >= len(others) + between:
+        return Residency(len(others) + between, between, frozenset(others), device_residents, passing_count)
     if affordable < MINIMUM_STAGING:
         piped = MINIMUM_STAGING * buffer_bytes + reserved_bytes
-        needed = min(piped, subgroup_count * buffer_bytes + reserved_bytes)  # all of a small state may be less
+        needed = min(piped, (len(others) + between) * buffer_bytes + reserved_bytes)  # all of a small state may be less
         fits = buffer_bytes * host_memory // piped // RECORD_ALIGNMENT * RECORD_ALIGNMENT // 12 // 16 * 16
         shrink = f", or lower subgroup_size to {fits}" if fits >= 1024 else ""
         reserved = f" beside {format_bytes(reserved_bytes)} for gradients and weights" if reserved_bytes else ""
@@ -61,8 +80,7 @@ def choose_residents(
         )
     staging = min(staging_count, affordable)
     resident_count = affordable - staging
-    residents = frozenset((2 * i + 1) * subgroup_count // (2 * resident_count) for i in range(resident_count))
-    return Residency(affordable, staging, residents)
+    return Residency(affordable, staging, spread(others, resident_count), device_residents, passing_count)
 
 
 def snapshot_slots(home_counts: Sequence[int], copy_count: int) -> "list[int]":

@@ -15,12 +15,14 @@ class Row:
         hit: its state is in host memory already; otherwise it is fetched.
         keep: it stays in host memory after the update; otherwise it is flushed.
         path: where it is flushed to; -1 with ``keep``.
+        device: it is updated on the GPU.
     """
 
     subgroup: int
     hit: bool
     keep: bool
     path: int
+    device: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ def plan_step(
     cached: Collection[int],
     homes: Mapping[int, int],
     keep_count: int,
+    device_residents: Collection[int] = (),
+    passing: Collection[int] = (),
 ) -> StepPlan:
     """Plan one step.
 
@@ -57,12 +61,18 @@ def plan_step(
         cached: other subgroups that are in host memory now.
         homes: subgroup -> path, for those that are not resident.
         keep_count: how many streamed subgroups may stay in the staging buffers at the end.
+        device_residents: subgroups that always stay in GPU memory. They come first: the GPU updates them while others
+            are fetched.
+        passing: others that are updated on the GPU.
     """
     order = list(subgroups) if step % 2 else list(reversed(subgroups))
-    streamed = [s for s in order if s not in residents]
+    order.sort(key=lambda s: s not in device_residents)
+    stay = {*residents, *device_residents}
+    streamed = [s for s in order if s not in stay]
     kept = set(streamed[len(streamed) - keep_count :] if keep_count else ())
     rows = []
     for s in order:
-        keep = s in residents or s in kept
-        rows.append(Row(s, hit=s in residents or s in cached, keep=keep, path=-1 if keep else homes[s]))
+        keep = s in stay or s in kept
+        device = s in device_residents or s in passing
+        rows.append(Row(s, s in stay or s in cached, keep, -1 if keep else homes[s], device))
     return StepPlan(step, tuple(rows))

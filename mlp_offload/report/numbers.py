@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..telemetry import PHASES, StepRecord, union, union_seconds
-
-GPU = "cuda"
-"""Path of update events on the GPU."""
+from ..telemetry import GPU, PHASES, StepRecord, union, union_seconds
 
 GPU_UPDATE = "update on the GPU"
 """The part of the phase ``update`` that ran there; a phase of its own in reports, where there is any."""

@@ -12,7 +12,9 @@ from cuda_checks import (
     check_copy,
     check_found,
     check_norm,
+    check_restart,
     check_round_trip,
+    check_sums,
     norm_lists,
     norm_of,
     random_cases,
@@ -61,6 +63,12 @@ def test_adam_has_the_bits_of_the_cpu_kernel_on_a_large_record(machine, cpu_kern
     row = row._replace(grad_address=on_device[1].data_ptr(), weight_address=on_device[2].data_ptr())
     machine.kernels.update(on_device[0].data_ptr(), numel, [row], scalars, stream=machine.stream)
     assert torch.equal(on_device[0].cpu(), record) and torch.equal(on_device[2].cpu(), weight)
+
+
+def test_sums_and_restarts_are_those_of_the_cpu(machine, cpu_kernel):
+    check_sums(machine, cpu_kernel)
+    for main_itemsize in (4, 2):
+        check_restart(machine, main_itemsize)
 
 
 def test_pieces_arrive_rounded_and_whole(machine):

@@ -8,7 +8,9 @@ Kernels (``mlp_offload.cuda.CudaKernels``) are work of a stream too: their sourc
 
 What it takes from CUDA's documentation: copies of a stream keep their order, and come after what the host did before it
 asked for them; an event is the point of the stream where it was last recorded; a wait for one never recorded is none;
-a launch keeps its arguments, and its kernel reaches device memory and pinned memory alone.
+a launch keeps its arguments, and its kernel reaches device memory and pinned memory alone; an event may be asked whether
+it has come, which is no wait, but who is told so comes after it. And from torch's: memory that is given out on a stream may
+be in use by what that stream was asked for before.
 """
 
 from __future__ import annotations
@@ -66,6 +68,7 @@ class Runtime:
         self.closing = False
         self.host_clock = {HOST: 0}
         self.accesses: "list[Access]" = []
+        self.unseen: "list[Access]" = []  # the host has not seen them; all else is ordered before whatever comes
         self.races: "list[str]" = []
         self.faults: "list[str]" = []
         self.launches: "list[str]" = []
@@ -209,11 +212,13 @@ class Runtime:
     def _note(self, access: Access, clock: "dict[str, int]") -> None:
         if access.start == access.end:
             return
-        for other in self.accesses:
+        self.unseen = [a for a in self.unseen if self.host_clock.get(a.timeline, 0) < a.count]
+        for other in self.unseen:
             overlap = access.start < other.end and other.start < access.end
             if overlap and (access.writes or other.writes) and clock.get(other.timeline, 0) < other.count:
                 self.races.append(f"{other.what} and {access.what}")
         self.accesses.append(access)
+        self.unseen.append(access)
 
 
 class Stream:
@@ -291,16 +296,31 @@ class Event:
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
         self.stream: "Stream | None" = None
-        self.position = 0
+        self.position = self.asked = 0
         self.clock: "dict[str, int]" = {}
 
     def record(self, stream: "Stream | None" = None) -> None:
         self.stream = stream or self.runtime.current
         self.stream.join(self.runtime.host_clock)
-        self.position, self.clock = len(self.stream.work), dict(self.stream.clock)
+        self.position, self.clock, self.asked = len(self.stream.work), dict(self.stream.clock), 0
 
     def wait(self, stream: "Stream | None" = None) -> None:
         (stream or self.runtime.current).wait_event(self)
+
+    def query(self) -> bool:
+        """Where everything is late, "not yet" twice, and then it is at once."""
+        if self.stream is None:
+            return True
+        if self.runtime.late:
+            self.asked += 1
+            if self.asked <= 2:
+                return False
+            self.stream.reach(self.position)
+        with self.runtime.changed:
+            if self.stream.done < self.position:
+                return False
+        _join(self.runtime.host_clock, self.clock)
+        return True
 
     def synchronize(self) -> None:
         if self.stream is self.runtime.caller and not self.runtime.trainer_depth:
@@ -314,7 +334,8 @@ class Intercepted(TorchFunctionMode):
     """Copies from and to device memory go through the current stream, as on a GPU; tensors there say where they are.
 
     ``torch.empty`` and ``torch.zeros`` with a CUDA device give device memory; until the current stream has done it,
-    there are other numbers in it.
+    there are other numbers in it, and the last owner's are still being written.
+    A copy of pinned memory that the host makes (``clone``) is an access too.
     """
 
     def __init__(self, runtime: Runtime):
@@ -336,15 +357,26 @@ class Intercepted(TorchFunctionMode):
             return True
         if func in (torch.empty, torch.zeros) and torch.device(kwargs.get("device") or "cpu").type == "cuda":
             tensor = torch.empty(*args, **(kwargs | {"device": "cpu"}))
-            tensor.view(torch.uint8).fill_(0xA5)
             self.runtime.on_device(tensor)
+            self._last_owner(tensor)
             if func is torch.zeros:
                 self._fill(tensor, 0)
             return tensor
         if func in (torch.Tensor.fill_, torch.Tensor.zero_) and self._on_device(args[0]):
             self._fill(args[0], args[1] if func is torch.Tensor.fill_ else 0)
             return args[0]
+        if func is torch.Tensor.clone and self.runtime.is_pinned(args[0].data_ptr(), args[0].nbytes):
+            self.runtime.host_access("the host", args[0].data_ptr(), args[0].nbytes, writes=False)
         return func(*args, **kwargs)
+
+    def _last_owner(self, tensor: torch.Tensor) -> None:
+        """What the current stream was asked for before, by whoever had the memory."""
+        with self.runtime.trainer():
+            accesses = [(tensor.data_ptr(), tensor.nbytes, True)]
+            work = tensor.view(torch.uint8)
+            self.runtime.enqueue(
+                self.runtime.current, "earlier use", accesses, lambda: work.fill_(0xA5), lambda what: True
+            )
 
     def _fill(self, tensor: torch.Tensor, value: float) -> None:
         accesses = [(tensor.data_ptr(), tensor.nbytes, True)]

@@ -45,6 +45,25 @@ class Kernels:
         arguments = state_address, stride_numel, segments, groups, main_itemsize
         self._launch("update", accesses, stream, lambda: self._kernels.update(*arguments))
 
+    def restart(self, state_address, stride_numel, segments, main_itemsize=4, stream=0):
+        segments = np.array(segments, np.int64).reshape(-1, 7)
+        exp_avg_sq = state_address + stride_numel * (main_itemsize + 4)
+        accesses = []
+        for offset, numel, _, weight, _, weight_code, _ in segments.tolist():
+            accesses += [
+                (state_address + offset * main_itemsize, numel * main_itemsize, True),
+                (exp_avg_sq + offset * 4, numel * 4 if main_itemsize == 2 else 0, True),
+                (weight, numel * ITEMSIZE[weight_code] if main_itemsize == 4 else 0, False),
+            ]
+        arguments = state_address, stride_numel, segments, main_itemsize
+        self._launch("restart", accesses, stream, lambda: self._kernels.restart(*arguments))
+
+    def sum_words(self, runs, sums_address, stream=0):
+        runs = np.array(runs, np.int64).reshape(-1, 2)
+        accesses = [(address, 2 * numel, False) for address, numel in runs.tolist()]
+        accesses.append((sums_address, 4 * len(runs), True))
+        self._launch("sum", accesses, stream, lambda: self._kernels.sum_words(runs, sums_address))
+
     def copy(self, pieces, found_address=0, stream=0):
         pieces = np.array(pieces, np.int64).reshape(-1, 5)
         accesses = [(found_address, 4 if found_address else 0, True)]

@@ -5,16 +5,9 @@ import dataclasses
 
 import pytest
 
-from mlp_offload.config import (
-    OffloadConfig,
-    PathConfig,
-    add_arguments,
-    argument_name,
-    flag_name,
-    from_arguments,
-    options_table,
-)
+from mlp_offload.config import OffloadConfig, PathConfig
 from mlp_offload.errors import ConfigError
+from mlp_offload.flags import add_arguments, argument_name, flag_name, from_arguments, options_table
 
 
 def parse(*flags):

@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from mlp_offload.config import options_table
+from mlp_offload.flags import options_table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "mlp_offload"
@@ -14,17 +14,21 @@ ALLOWED = {
     "units": set(),
     "telemetry": set(),
     "config": set(),
-    "plan": {"config"},
+    "flags": {"config"},
+    "plan": {"config", "flags"},
     "storage": {"_native"},
     "adam": {"_native"},
     "cuda": {"adam"},
     "transfers": {"adam", "cuda", "plan", "storage"},
+    "records": {"plan", "storage"},
+    "device_updates": {"adam", "config", "cuda", "plan", "records", "storage", "transfers"},
+    "device_share": {"config", "plan", "tiers"},
     "rates": {"config", "storage"},
-    "tiers": {"config", "plan", "rates", "storage", "telemetry"},
-    "opening": {"config", "plan", "rates", "storage", "tiers"},
+    "tiers": {"config", "plan", "rates", "records", "storage", "telemetry"},
+    "opening": {"config", "plan", "rates", "records", "storage", "tiers"},
     "balance": {"plan", "telemetry", "tiers"},
-    "updates": {"adam", "plan", "tiers", "transfers"},
-    "pipeline": {"balance", "config", "opening", "plan", "storage", "telemetry", "tiers"},
+    "updates": {"adam", "device_updates", "plan", "records", "transfers"},
+    "pipeline": {"balance", "config", "device_share", "opening", "plan", "records", "storage", "telemetry", "tiers"},
     "virtual": {"config", "plan", "tiers"},
     "simulator": {"config", "opening", "pipeline", "plan", "rates", "storage", "telemetry", "tiers", "virtual"},
     "trace": {"telemetry"},
@@ -34,10 +38,13 @@ ALLOWED = {
     "startup": {"adam", "storage", "tiers"},
     "report": {"telemetry"},
     "checkpoint": set(),
-    "optimizer": {"adam", "config", "pipeline", "plan", "startup", "telemetry", "tiers", "transfers", "updates"},
+    "optimizer": {
+        *("adam", "config", "device_updates", "pipeline", "plan", "startup", "telemetry", "tiers", "transfers"),
+        "updates",
+    },
     "megatron": {
         *("adam", "checkpoint", "config", "optimizer", "pipeline", "plan", "startup", "storage", "telemetry", "tiers"),
-        *("report", "snapshot", "transfers", "updates"),
+        *("device_updates", "flags", "report", "snapshot", "transfers", "updates"),
     },
     "cli": {
         *("config", "megatron", "plan", "prediction", "recipes", "report", "simulator", "storage", "telemetry"),

@@ -42,8 +42,9 @@ constexpr unsigned kThreads = 256;
 constexpr unsigned kQuadsPerThread = 4;
 constexpr std::int64_t kTileQuads = kThreads * kQuadsPerThread;  // of one block
 
-// Collects rows; `launch_batch(batch)` is called for every batch that is full, and by finish() for the rest.
-template <class Row>
+// Collects rows; `launch_batch(batch)` is called for every batch that is full, and by finish() for the rest. A block works
+// on kBlockQuads quads of a row.
+template <class Row, std::int64_t kBlockQuads = kTileQuads>
 class Batcher {
  public:
   explicit Batcher(std::function<void(const Batch<Row>&)> launch_batch) : launch_batch_(std::move(launch_batch)) {}
@@ -52,7 +53,7 @@ class Batcher {
   void add(Row row, unsigned past) {
     if (row.numel == 0) return;
     const std::int64_t quads = (row.numel + past + 3) / 4;
-    const auto blocks = static_cast<unsigned>((quads + kTileQuads - 1) / kTileQuads);
+    const auto blocks = static_cast<unsigned>((quads + kBlockQuads - 1) / kBlockQuads);
     if (batch_.count == kMostRows<Row> || batch_.block_count + blocks > 0x7fffffffu) finish();
     row.first_block = batch_.block_count;
     batch_.rows[batch_.count++] = row;

@@ -111,6 +111,8 @@ void launch_in_step(void (*kernel)(Parameters...), unsigned blocks, unsigned thr
   for (blockIdx.x = 0; blockIdx.x != blocks; ++blockIdx.x) block.run(descending_threads);
 }
 
+inline void add_by_warp(std::uint32_t* total, std::uint32_t mine) { *total += mine; }
+
 inline void clear(std::uint64_t address, std::size_t nbytes, std::uint64_t) {
   std::memset(reinterpret_cast<void*>(address), 0, nbytes);
 }

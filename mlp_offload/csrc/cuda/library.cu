@@ -6,6 +6,8 @@
 #include "cuda/adam.h"
 #include "cuda/copy.h"
 #include "cuda/norm.h"
+#include "cuda/restart.h"
+#include "cuda/sum.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -67,6 +69,25 @@ EXPORT int mlp_cuda_norm(int device, const cuda::NormTensor* tensors, std::int64
   return guarded([&] {
     const cuda::OnDevice on(device);
     cuda::run_norm(tensors, tensor_count, inverse_scale_address, sums_address, norm_address, stream);
+  });
+}
+
+// Weights become the masters of `segments` where their masters do not belong to them.
+EXPORT int mlp_cuda_restart(int device, std::uint64_t state_address, std::int64_t stride_numel,
+                            std::int64_t main_itemsize, const adam::Segment* segments, std::int64_t segment_count,
+                            std::uint64_t stream) {
+  return guarded([&] {
+    const cuda::OnDevice on(device);
+    cuda::run_restart(state_address, stride_numel, main_itemsize, segments, segment_count, stream);
+  });
+}
+
+// `sums_address`: a uint32 a run.
+EXPORT int mlp_cuda_sum(int device, const cuda::WordRun* runs, std::int64_t run_count, std::uint64_t sums_address,
+                        std::uint64_t stream) {
+  return guarded([&] {
+    const cuda::OnDevice on(device);
+    cuda::run_sum(runs, run_count, sums_address, stream);
   });
 }
 

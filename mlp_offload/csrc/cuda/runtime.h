@@ -85,6 +85,12 @@ void launch_in_step(void (*kernel)(Parameters...), unsigned blocks, unsigned thr
   launch(kernel, blocks, threads, stream, arguments...);
 }
 
+// Adds `mine` of every thread to *total, which others add to as well. All threads of a warp must come here together.
+__device__ inline void add_by_warp(std::uint32_t* total, std::uint32_t mine) {
+  mine = __reduce_add_sync(0xffffffffu, mine);
+  if (threadIdx.x % 32 == 0) atomicAdd(total, mine);
+}
+
 inline void clear(std::uint64_t address, std::size_t nbytes, std::uint64_t stream) {
   check(cudaMemsetAsync(reinterpret_cast<void*>(address), 0, nbytes, reinterpret_cast<cudaStream_t>(stream)),
         "cudaMemsetAsync");

@@ -13,7 +13,9 @@ from cuda_checks import (
     check_copy,
     check_found,
     check_norm,
+    check_restart,
     check_round_trip,
+    check_sums,
     norm_lists,
     norm_of,
     random_cases,
@@ -22,7 +24,7 @@ from cuda_checks import (
 )
 
 from mlp_offload.adam import Segment, adam_scalars
-from mlp_offload.cuda import CudaKernels, NormTensor, Piece
+from mlp_offload.cuda import CudaKernels, NormTensor, Piece, WordRun
 from mlp_offload.errors import ConfigError, CudaError
 
 NORM_LISTS = norm_lists()
@@ -38,6 +40,15 @@ def test_adam_matches_the_cpu_kernel_on_ten_thousand_random_cases(machine, cpu_k
     """Any bits in state, gradient and weight, and each segment with scalars of its own."""
     for seed in range(10):
         check_adam(machine, cpu_kernel, random_cases(500, main_itemsize, seed), main_itemsize, seed, any_values)
+
+
+def test_sums_are_those_of_the_cpu_kernel(machine, cpu_kernel):
+    check_sums(machine, cpu_kernel)
+
+
+@pytest.mark.parametrize("main_itemsize", [4, 2])
+def test_masters_start_again_from_their_weights(machine, main_itemsize):
+    check_restart(machine, main_itemsize)
 
 
 def test_pieces_arrive_rounded_and_whole(machine):
@@ -98,6 +109,22 @@ def test_bad_arguments_are_refused_before_anything_is_written(machine):
         machine.kernels.update(record.data_ptr(), 16, [good], [scalars], main_itemsize=2)
     with pytest.raises(ValueError, match="is not a record"):
         machine.kernels.update(0, 16, [good], [scalars])
+    for bad, message in (
+        (good._replace(numel=17), "outside the subgroup record"),
+        (good._replace(weight_address=0), "no weight to start from"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            machine.kernels.restart(record.data_ptr(), 16, [good, bad])
+    run = WordRun(weight.data_ptr(), 16)
+    for runs, sums, message in (
+        ([run, run._replace(numel=-1)], record.data_ptr(), "run 1 .*no memory"),
+        ([run._replace(address=0)], record.data_ptr(), "no memory"),
+        ([run._replace(address=run.address + 1)], record.data_ptr(), "not aligned to 16 bits"),
+        ([run], 0, "sums have no memory"),
+        ([run], record.data_ptr() + 2, "aligned to 32 bits"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            machine.kernels.sum_words(runs, sums)
     piece = Piece(grad.data_ptr(), record.data_ptr(), 16, 0, 0)
     for bad, message in (
         (piece._replace(from_dtype=-1), "piece 1 .*unknown dtype"),
