@@ -20,6 +20,7 @@ from ..telemetry import StepRecord
 from ..updates import AdamWork
 from . import dp_reshardable, fully_reshardable
 from .gradients import any_non_finite, norm_inputs
+from .moments import Moments
 from .self_check import PRECISION_AWARE, megatron_version
 from .shard_states import ShardStates
 from .shards import Shard, collect_shards
@@ -75,7 +76,9 @@ class MLPDistributedOptimizer(DistributedOptimizer):
         if self.is_stub_optimizer:
             return
         for group in self.optimizer.param_groups:
-            check_adam_options(**{name: value for name, value in group.items() if name != "params"})
+            # lr is None where OptimizerConfig has none: it must be in the groups by the first step
+            options = {name: value for name, value in group.items() if name != "params" and value is not None}
+            check_adam_options(**options)
         self.optimizer = Inner(self.optimizer, self._step_state)
         self.shards = collect_shards(self)
         self._index_of_view = {id(shard.view): index for index, shard in enumerate(self.shards)}
@@ -96,6 +99,9 @@ class MLPDistributedOptimizer(DistributedOptimizer):
         # Stock has no copy of fp32 weights, and Megatron does not tell it when it loads them without optimizer state.
         self._work = AdamWork(kernel, weights, largest.numel, largest.main_itemsize, fp32_masters=True)
         self._states = ShardStates(pipeline, space, self._work)
+        self.optimizer.state = Moments(
+            self.shards, self._states, lambda index: self.step_count > 0 or index in self._states.replaced
+        )
 
     def fill(self, subgroup: Subgroup, view: StateView) -> None:
         """Write the first ``main_param`` of a subgroup: the model's weights, widened."""

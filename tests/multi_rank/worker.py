@@ -124,6 +124,47 @@ def fused_adam(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[s
     return result
 
 
+def moments(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
+    """``optimizer.state`` before and after steps, and after another moment is put there; the learning rate is set in the groups only."""
+    layout, result = Layout(**scenario["layout"]), {}
+    for kind in ("stock", "ours"):
+        with megatron_with_fused_adam(), training(kind, layout, offload) as run:
+            (part,) = run.optimizer.chained_optimizers
+            counts = [len(part.state)]
+            for group in part.param_groups:
+                group["lr"] = 1e-2
+            train(run, [0, 1])
+            counts.append(len(part.state))
+            views = [view for group in part.param_groups for view in group["params"]]
+            read = [
+                part.state[view][name].double().sum().item() for view in views for name in ("exp_avg", "exp_avg_sq")
+            ]
+            for view in views:
+                part.state[view]["exp_avg"] = part.state[view]["exp_avg"] * 3
+            result[kind] = outcome(run, train(run, [2, 3])) | {
+                "counts": counts,
+                "keys": sorted({key for moments in part.state.values() for key in moments}),
+                "sums": read,
+            }
+    return result
+
+
+def two(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
+    """Two models with an optimizer each in one process, stepped in turn."""
+    layout, result = Layout(**scenario["layout"]), {}
+    for kind in ("stock", "ours"):
+        with training(kind, layout, offload) as run:
+            other = Training(layout, factory_module.get_megatron_optimizer)
+            steps: "tuple[list[Any], list[Any]]" = ([], [])
+            for number in range(3):
+                steps[0].extend(train(run, [number]))
+                steps[1].extend(train(other, [number + 1]))
+            result[kind] = [outcome(run, steps[0]), outcome(other, steps[1])]
+            for part in other.optimizer.chained_optimizers if kind == "ours" else ():
+                part.close()
+    return result
+
+
 def _has(name: str) -> bool:
     with contextlib.suppress(ImportError, AttributeError):
         pkgutil.resolve_name(name)
@@ -277,6 +318,7 @@ SCENARIO_KINDS = {
     "background": background,
     "compare": compare,
     "fused_adam": fused_adam,
+    "moments": moments,
     "patched": patched,
     "reload": reload,
     "resume": resume,
@@ -285,6 +327,7 @@ SCENARIO_KINDS = {
     "failing": functools.partial(resharding.failing, training),
     "memory": functools.partial(memory_use.memory, training),
     "touched": touched,
+    "two": two,
     "unhooked": unhooked,
 }
 
