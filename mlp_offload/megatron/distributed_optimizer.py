@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer import optimizer as stock_module
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -290,11 +291,13 @@ class MLPDistributedOptimizer(DistributedOptimizer):
         """Param groups with ``step``, and the grad scaler: the keys that stock with a fused Adam saves.
 
         ``bias_correction`` is what FusedAdam of Transformer Engine and Apex reads in every group; where this process has
-        neither, its groups came from torch's AdamW, which has no such key.
+        neither, its groups came from torch's AdamW, which has no such key. And only there is ``step`` needed before the
+        first step: with FusedAdam, Megatron compares the steps of chained optimizers that have one.
         """
+        counted = self.step_count > 0 or not distrib_optimizer.HAVE_APEX_OR_TE
+        step = {"step": self.step_count} if counted else {}
         groups = [
-            {"bias_correction": True, **{key: value for key, value in group.items() if key != "params"}}
-            | {"step": self.step_count}
+            {"bias_correction": True, **{key: value for key, value in group.items() if key != "params"}} | step
             for group in self.param_groups
         ]
         state_dict: "dict[str, Any]" = {"optimizer": {"param_groups": groups}}
@@ -334,7 +337,10 @@ class MLPDistributedOptimizer(DistributedOptimizer):
                 alike.pop(0)
             kept = {"params": group["params"], "is_expert_parallel": group.get("is_expert_parallel", False)}
             group.update(found | kept)
-            group["step"] = max(steps, default=0)
+            if steps:
+                group["step"] = max(steps)
+            else:
+                group.pop("step", None)
         if self.grad_scaler and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
         if "param_state_sharding_type" in state_dict and not self.is_stub_optimizer:

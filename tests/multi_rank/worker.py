@@ -110,6 +110,7 @@ def fused_adam(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[s
     layout, result = Layout(**scenario["layout"]), {}
     for kind in ("stock", "ours"):
         with megatron_with_fused_adam(), training(kind, layout, offload) as run:
+            fresh = [sorted(group) for group in run.optimizer.state_dict()["optimizer"]["param_groups"]]
             train(run, [0, 1])
             saved = run.optimizer.state_dict()
             groups = saved["optimizer"]["param_groups"]
@@ -120,7 +121,7 @@ def fused_adam(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[s
                 for group in run.optimizer.param_groups:
                     group["step"] = 0
                 run.optimizer.load_state_dict(saved)
-            result[kind] = outcome(run, train(run, [2, 3])) | {"keys": keys}
+            result[kind] = outcome(run, train(run, [2, 3])) | {"fresh": fresh, "keys": keys}
     return result
 
 
