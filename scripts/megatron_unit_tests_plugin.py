@@ -6,6 +6,7 @@ It swaps the optimizer in, records every test's outcome on this rank, and lets t
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import importlib.util
@@ -55,6 +56,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 def _local_layers() -> None:
     """Where a test asks for layers of Transformer Engine, it gets Megatron's own: the optimizer is what is tested."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.transformer import torch_norm
 
     def layer(*unused: Any, multi_latent_attention: bool = False, **unused_too: Any) -> Any:
         return specs.get_gpt_layer_local_spec(multi_latent_attention=multi_latent_attention)
@@ -64,6 +66,15 @@ def _local_layers() -> None:
     specs.get_gpt_decoder_block_spec = lambda config, use_transformer_engine, **settings: block(
         config, use_transformer_engine=False, **settings
     )
+    # Megatron's own norm is refused with sequence parallelism, for its gradients are not summed; no test here trains.
+    make_norm = torch_norm.WrappedTorchNorm.__new__
+
+    def norm(cls: type, config: Any, *args: Any, **settings: Any) -> torch.nn.Module:
+        without = copy.copy(config)
+        without.sequence_parallel = False
+        return make_norm(cls, without, *args, **settings)
+
+    torch_norm.WrappedTorchNorm.__new__ = norm
 
 
 def pytest_configure(config: pytest.Config) -> None:

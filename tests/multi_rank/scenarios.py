@@ -93,6 +93,8 @@ LAYOUTS: "dict[int, dict[str, dict[str, Any]]]" = {
         "reload from state_dict": _reload(from_state_dict=True),
         "reload, one subgroup": _reload(from_state_dict=False, trainable="one bias"),
         "groups of FusedAdam": {"kind": "fused_adam", "layout": _SCHEDULED},
+        "state of other weights, full": {"kind": "set_state", "layout": {}, "offload": {"master_weights": "full"}},
+        "state of other weights, fp32": {"kind": "set_state", "layout": {"dtype": "fp32"}},
         "two at once": {"kind": "two", "layout": {}},
         "moments by hand": {"kind": "moments", "layout": {"optimizer": {"lr": None}}},
         "touched, remainder": _touched("remainder"),

@@ -92,6 +92,12 @@ def test_moments_can_be_read_and_set_where_torch_has_them(results):
     assert rank["ours"]["counts"][0] == 0 < rank["ours"]["counts"][1]
 
 
+@pytest.mark.parametrize(("process_count", "name"), _of_kind("set_state"))
+def test_state_that_does_not_belong_to_the_weights_has_the_effect_of_stock(results, process_count, name):
+    (rank,) = results(process_count)[name]
+    assert rank["ours"] == rank["stock"]
+
+
 def test_two_optimizers_of_one_process_do_not_meet(results):
     (rank,) = results(1)["two at once"]
     assert rank["ours"] == rank["stock"]

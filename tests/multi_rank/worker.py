@@ -150,6 +150,22 @@ def moments(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str,
     return result
 
 
+def set_state(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
+    """Other state than belongs to the weights, as when a checkpoint's optimizer state is loaded without its model."""
+    layout, result = Layout(**scenario["layout"]), {}
+    for kind in ("stock", "ours"):
+        with training(kind, layout, offload) as run:
+            train(run, [0])
+            (part,) = run.optimizer.chained_optimizers
+            for param in part.model_param_group_index_map:
+                tensors = part._get_main_param_and_optimizer_states(param)
+                with torch.no_grad():
+                    part._set_main_param_and_optimizer_states(param, tensors | {"param": tensors["param"] * 1.01})
+            at_once = outcome(run, [])
+            result[kind] = [at_once, outcome(run, train(run, [1, 2]))]
+    return result
+
+
 def two(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
     """Two models with an optimizer each in one process, stepped in turn."""
     layout, result = Layout(**scenario["layout"]), {}
@@ -327,6 +343,7 @@ SCENARIO_KINDS = {
     "load": functools.partial(resharding.load, training),
     "failing": functools.partial(resharding.failing, training),
     "memory": functools.partial(memory_use.memory, training),
+    "set_state": set_state,
     "touched": touched,
     "two": two,
     "unhooked": unhooked,
