@@ -17,6 +17,8 @@ How it is measured
     there, too, as after each backward pass.) What was moved while the model computed is `overlap_seconds`. With
     `--compute-seconds 0` both are the same block.
   - `compute_seconds` of DeepSpeed is that of the model alone, without an optimizer: its backward pass also writes.
+  - `predicted` is the update of ours as `mlp_offload.simulator` has it, from the rates of the paths, the host memory, the pause and
+    the parameters a second at which Adam ran here; nothing is fitted. Not known where the rates of the paths are not.
   - DeepSpeed's losses must be near those of the others, or this fails: a baseline that skips work is no baseline.
   - ours and `sequential` must have equal losses, and weights equal in every bit, after each block; else it fails.
 """
@@ -45,6 +47,7 @@ from rich.table import Table  # noqa: E402
 
 from benchmarks import report  # noqa: E402
 from benchmarks.capped import CapError, CappedPath, capped, parse_cap  # noqa: E402
+from benchmarks.prediction import predict  # noqa: E402
 from benchmarks.workers import DEFAULT_MEMORY_SHARE, STATE_BYTES, Bench, BenchmarkError  # noqa: E402
 from mlp_offload.config import PathConfig  # noqa: E402
 from mlp_offload.errors import OffloadError  # noqa: E402
@@ -117,6 +120,9 @@ def run(options: argparse.Namespace, say: "Callable[[str], None]") -> "dict[str,
         results[name] = report.summarize(
             measured[name], bench.history, reference if name == "deepspeed" else options.compute_seconds
         )
+        if name in ("mlp", "mlp_one_path"):
+            staging_count = options.mlp_option.get("staging_count", 0)
+            results[name] |= predict(results[name], bench.used_by(name), bench.history, options.ranks, staging_count)
     if "sequential" in systems and bench.history is not None:
         results["sequential"]["sequential_bound_share"] = report.sequential_bound_share(
             measured["sequential"], bench.history
@@ -161,6 +167,7 @@ def show(result: "dict[str, Any]", console: Console) -> None:
     for heading in (
         "system",
         "update s",
+        "predicted s",
         "iteration s",
         "compute s",
         "read B/p",
@@ -171,10 +178,11 @@ def show(result: "dict[str, Any]", console: Console) -> None:
         table.add_column(heading, justify="left" if heading == "system" else "right")
     for name in settings["systems"]:
         r = result[name]
-        spread = r["efficiency_spread"]
+        spread, predicted = r["efficiency_spread"], r.get("predicted_update_seconds")
         table.add_row(
             name,
             f"{r['update_seconds']:.3f} ({r['update_seconds_spread'][0]:.2f}-{r['update_seconds_spread'][1]:.2f})",
+            "-" if predicted is None else f"{predicted:.3f} ({r['prediction_error']:+.1%})",
             f"{r['iteration_seconds']:.3f}",
             f"{r['compute_seconds']:.3f}",
             f"{r['bytes_read_per_parameter']:.2f}",

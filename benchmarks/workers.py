@@ -162,6 +162,8 @@ class Bench:
                 on_step(step)
         ends = [worker.answer()["done"] for worker in workers]
         measured.checksums.append([end["weights_crc32"] for end in ends])
+        if compute:
+            measured.facts |= {key: min(end["measured"][key] for end in ends) for key in ends[0]["measured"]}
         measured.losses += [step["loss"] for step in blocks[0]] if compute else []
         measured.peak_rss_bytes = sum(end["peak_rss_bytes"] for end in ends)
         return blocks

@@ -137,8 +137,10 @@ class CudaKernels:
     ) -> None:
         """L2 norm of all elements, each multiplied in fp32 by an inverse loss scale.
 
-        It has the bits of Transformer Engine's ``multi_tensor_l2norm`` over fp32 copies of the tensors (each copy at an
-        address of its own, aligned as torch aligns allocations), scaled before; and makes no copies.
+        It adds up in the order of Transformer Engine's and Apex's ``multi_tensor_l2norm`` over fp32 copies of the tensors
+        (each copy at an address of its own, aligned as torch aligns allocations), scaled before; and makes no copies.
+        Every operation is rounded to nearest. Those two are built with ``--use_fast_math``: their square root is
+        approximate and denormal numbers count as zero, so the last bits may differ.
 
         Args:
             norm_address: of the fp32 that receives the norm.

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from .config import AUTO, OffloadConfig
 from .errors import OffloadError, PathTimeoutError
-from .plan.placement import RECORD_ALIGNMENT, choose_residents, place, snapshot_slots, weights_a_slot
+from .plan.placement import RECORD_ALIGNMENT, Residency, choose_residents, place, snapshot_slots, weights_a_slot
 from .plan.subgroups import Subgroup
 from .rates import PathRates, first_rates
 from .storage.buffers import BufferPool
@@ -32,10 +32,7 @@ def open_tiers(
         ConfigError, CapacityError, PathInUseError: each names the subject, the numbers and the next step.
     """
     directories = [str(d) for d in check_directories([p.resolved_directory() for p in config.paths])]
-    slot_bytes = round_up(max((s.record_bytes for s in subgroups), default=1), RECORD_ALIGNMENT)
-    staging_count = config.staging_count or 2 + 2 * len(directories)
-    residency = choose_residents(len(subgroups), slot_bytes, _host_memory(config, rank), staging_count, reserved_bytes)
-    streamed = [i for i in range(len(subgroups)) if i not in residency.residents]
+    slot_bytes, residency, streamed = spend_memory(config, subgroups, _host_memory(config, rank), reserved_bytes)
     with contextlib.ExitStack() as undo:
         copies = len(subgroups) - len(streamed) + residency.staging_count  # for a snapshot, and then bf16 weights
         copies += -(-len(subgroups) // weights_a_slot(slot_bytes, max((s.numel for s in subgroups), default=1)))
@@ -49,6 +46,16 @@ def open_tiers(
         undo.pop_all()  # closed by the tiers from now on
     table = [Entry() for _ in subgroups]
     return Tiers(config, subgroups, residency, homes, pool, directories, files, rates, table)
+
+
+def spend_memory(
+    config: OffloadConfig, subgroups: "tuple[Subgroup, ...]", host_memory: int, reserved_bytes: int
+) -> "tuple[int, Residency, list[int]]":
+    """(bytes of a slot, what is done with ``host_memory`` bytes, the subgroups that are not resident)."""
+    slot_bytes = round_up(max((s.record_bytes for s in subgroups), default=1), RECORD_ALIGNMENT)
+    staging_count = config.staging_count or 2 + 2 * len(config.paths)
+    residency = choose_residents(len(subgroups), slot_bytes, host_memory, staging_count, reserved_bytes)
+    return slot_bytes, residency, [i for i in range(len(subgroups)) if i not in residency.residents]
 
 
 def _make_files(

@@ -17,7 +17,7 @@ from .config import OffloadConfig
 from .errors import ConfigError
 from .pipeline import StepPipeline
 from .plan.subgroups import Segment
-from .startup import describe
+from .startup import describe, header
 from .telemetry import StepRecord
 from .tiers import RankContext
 from .transfers import pin_memory, staging_bytes
@@ -96,6 +96,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             )
             self._close = weakref.finalize(self, _close, self._pipeline, self._kernel)
             log.info("%s", describe(self._pipeline.tiers, rank, self._kernel))
+            self._pipeline.log_start(header(self._pipeline.tiers, rank, self._kernel))
             self._pipeline.initialize(lambda space, subgroup, view: self._work.load_weights(subgroup, view))
         except BaseException:
             self.close()

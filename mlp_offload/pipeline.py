@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 from .balance import Balance
 from .config import OffloadConfig
@@ -50,6 +50,10 @@ class StepPipeline:
         pin: called with (address, nbytes) of the buffer pool, to pin it for a device; gives what undoes it, or None.
         on_progress: called with (bytes written so far, bytes in all) while the state is written at start-up.
         main_itemsize: bytes a parameter of what a record holds of main_param; see ``updates.main_itemsize``.
+        open, clock: what makes the tiers, and gives the time in seconds; ``simulator`` has others.
+
+    Attributes:
+        on_record: called with each step's record (of all spaces) when it is complete: all its flushes have landed.
 
     Raises:
         ConfigError, CapacityError, PathInUseError: before anything is written.
@@ -66,9 +70,12 @@ class StepPipeline:
         pin: "Callable[[int, int], Callable[[], object] | None] | None" = None,
         on_progress: "Callable[[int, int], None] | None" = None,
         main_itemsize: int = 4,
+        open: "Callable[..., Tiers]" = open_tiers,
+        clock: "Callable[[], float]" = time.monotonic,
     ):
         rank = rank or RankContext()
         self.config = config
+        self._clock = clock
         self.subgroups = {space: cut(numels, config.subgroup_size, main_itemsize) for space, numels in spaces.items()}
         self._first: "dict[str, int]" = {}
         every: "list[Subgroup]" = []
@@ -80,11 +87,12 @@ class StepPipeline:
         self._records: "list[StepRecord]" = []
         self._broken: "str | None" = None
         self._on_progress = on_progress
+        self.on_record: "Callable[[StepRecord], None] | None" = None
         self._pid = os.getpid()
         with contextlib.ExitStack() as undo:
             if self._log is not None:
                 undo.callback(self._log.close)
-            self.tiers: Tiers = open_tiers(config, tuple(every), rank, name, reserved_bytes)
+            self.tiers: Tiers = open(config, tuple(every), rank, name, reserved_bytes)
             undo.callback(self.tiers.close)
             self.balance = Balance(self.tiers)
             self._unpin = pin(*self.tiers.pool.region) if pin is not None else None
@@ -128,6 +136,12 @@ class StepPipeline:
                         advance(tiers.files[home].slot_bytes)
             tiers.settle()
 
+    def log_start(self, header: "Mapping[str, Any]") -> None:
+        """Put what is known of this start before the steps of the telemetry; see ``startup.header``."""
+        if self._log is not None:
+            planned = {"planned_hit_count": sum(map(self._planned_hit_count, self.subgroups))}
+            self._log.start(dict(header) | planned)
+
     def indices(self, space: str) -> range:
         """Positions of the space's subgroups in the table of the tiers."""
         return range(self._first[space], self._first[space] + len(self.subgroups[space]))
@@ -159,15 +173,13 @@ class StepPipeline:
             self.tiers.homes,
             self._keep_count(space),
         )
-        record = StepRecord(
-            step=self._steps[space], host_memory_bytes=self.tiers.pool.region[1], started=time.monotonic()
-        )
+        record = StepRecord(step=self._steps[space], host_memory_bytes=self.tiers.pool.region[1], started=self._clock())
         record.hit_count = plan.hit_count
         record.fetch_count = len(indices) - plan.hit_count
         self._records.append(record)
         with self._stop_on_error(f"step {plan.step}"):
             self._run(space, plan, work, record)
-        record.step_seconds = time.monotonic() - record.started
+        record.step_seconds = self._clock() - record.started
         self.balance.observe(record)
         return record
 
@@ -188,19 +200,19 @@ class StepPipeline:
                 fetches[index] = tiers.start_fetch(index, tiers.pool.lease(), record)
             row = self._first_ready(waiting, fetches)
             if row is None:
-                begin = time.monotonic()
+                begin = self._clock()
                 tiers.wait_any([*fetches.values(), *tiers.flushes])
-                record.add("stall", waiting[0].subgroup, begin, time.monotonic())
+                record.add("stall", waiting[0].subgroup, begin, self._clock())
                 continue
             waiting.remove(row)
             if not row.hit:
                 tiers.land_fetch(fetches.pop(row.subgroup))
             lease = tiers.table[row.subgroup].lease
-            begin = time.monotonic()
+            begin = self._clock()
             if waiting:  # its gradients travel while this one is updated
                 work.prepare(subgroup_of[waiting[0].subgroup - first])
             work.update(subgroup_of[row.subgroup - first], tiers.view(row.subgroup, lease))
-            record.add("update", row.subgroup, begin, time.monotonic())
+            record.add("update", row.subgroup, begin, self._clock())
             if row.keep:
                 tiers.keep(row.subgroup, lease, plan.step)
             else:
@@ -221,6 +233,12 @@ class StepPipeline:
         one to step needs the buffers, so nothing stays.
         """
         return max(0, self.tiers.residency.staging_count - 2) if len(self.subgroups) == 1 else 0
+
+    def _planned_hit_count(self, space: str) -> int:
+        """Subgroups that a step finds in host memory, from the second step on."""
+        indices = self.indices(space)
+        resident_count = sum(index in self.tiers.residency.residents for index in indices)
+        return resident_count + min(self._keep_count(space), len(indices) - resident_count)
 
     def annotate(self, iteration: "int | None", loss: "float | None", grad_norm: "float | None") -> "StepRecord | None":
         """Add to the newest step's record what only the trainer knows, before it is written.
@@ -307,8 +325,11 @@ class StepPipeline:
             if not everything and any(f.record in group for f in self.tiers.flushes):
                 return
             del self._records[:per_step]
-            if self._log is not None:
+            if self._log is not None or self.on_record is not None:
                 merged = group[0]
                 for other in group[1:]:
                     merged = merged.merge(other)
-                self._log.write(merged)
+                if self._log is not None:
+                    self._log.write(merged)
+                if self.on_record is not None:
+                    self.on_record(merged)

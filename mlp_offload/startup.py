@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
 
+from . import __version__
 from .adam.kernel import AdamKernel
 from .storage.numa import format_cpus, nodes_of
 from .storage.statefile import free_bytes
@@ -45,6 +48,37 @@ def describe(tiers: Tiers, rank: RankContext, kernel: AdamKernel) -> str:
     if not tiers.files:
         lines.append("  nothing goes to storage: host memory holds the whole state")
     return "\n".join(lines)
+
+
+def header(tiers: Tiers, rank: RankContext, kernel: AdamKernel) -> "dict[str, Any]":
+    """The same as data, for the telemetry: what a report needs beside the steps. Sizes are this rank's."""
+    numel = sum(subgroup.numel for subgroup in tiers.subgroups)
+    itemsize = 8 + (tiers.subgroups[0].main_itemsize if tiers.subgroups else 4)
+    return {
+        "version": __version__,
+        "time": round(time.time(), 3),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "pid_namespace": os.readlink("/proc/self/ns/pid"),
+        "local_rank": rank.local_rank,
+        "local_rank_count": rank.local_rank_count,
+        "config": dataclasses.asdict(tiers.config),
+        "numel": numel,
+        "state_bytes": itemsize * numel,
+        "subgroup_count": len(tiers.subgroups),
+        "resident_count": len(tiers.residency.residents),
+        "staging_count": tiers.residency.staging_count,
+        "buffer_bytes": tiers.pool.buffer_bytes,
+        "host_memory_bytes": tiers.pool.region[1],
+        "kernel": kernel.variant,
+        "update_threads": kernel.threads,
+        "cores": len(os.sched_getaffinity(0)),
+        "paths": [
+            {"directory": directory, "read": r.path.read, "write": r.path.write, "origin": r.origin}
+            | {"subgroups": tiers.homes_on(index), "engine": file.engine.kind, "direct": file.direct}
+            for index, (directory, file, r) in enumerate(zip(tiers.directories, tiers.files, tiers.rates))
+        ],
+    }
 
 
 def cores(rank: RankContext) -> str:

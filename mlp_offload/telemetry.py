@@ -1,11 +1,19 @@
-"""What a step did, as data: one JSON line a step and rank. Nobody parses prose."""
+"""What a step did, as data: one JSON line a step and rank. Nobody parses prose.
+
+[Note: telemetry lines] A rank's file has one JSON object a line: ``{"header": {...}}`` at each start of the rank (see
+``startup.header``), one line a step, and ``{"end": seconds since 1970}`` where the rank closed its state in order. A job
+that is resumed with the same directory goes on in the same file. A line that a killed rank left unfinished is one
+that no reader can use: the next start begins a new line, and ``read_line`` passes over the torn one.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +47,8 @@ class StepRecord:
         host_memory_bytes: of the state buffers.
         events: the profile of the step.
         loss, grad_norm: None where not known.
-        started: monotonic clock at the start of the step; all event times count from it.
+        started: monotonic clock at the start of the step; all event times count from it. Of a record that was read
+            from a file: seconds since 1970.
     """
 
     step: int = 0
@@ -96,15 +105,22 @@ class StepRecord:
 
 def union_seconds(intervals: "Iterable[tuple[float, float]]") -> float:
     """Total length of the union of ``(begin, end)`` intervals."""
-    total, covered_to = 0.0, float("-inf")
+    return sum(end - begin for begin, end in union(intervals))
+
+
+def union(intervals: "Iterable[tuple[float, float]]") -> "list[tuple[float, float]]":
+    """The union of ``(begin, end)`` intervals as disjoint ones, ascending."""
+    result: "list[tuple[float, float]]" = []
     for begin, end in sorted(intervals):
-        total += max(0.0, end - max(begin, covered_to))
-        covered_to = max(covered_to, end)
-    return total
+        if result and begin <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], end))
+        else:
+            result.append((begin, end))
+    return result
 
 
 class StepLog:
-    """Appends records to ``<directory>/rank0003.jsonl``, a whole line at a time.
+    """Appends to ``<directory>/rank0003.jsonl``, a whole line at a time; see [Note: telemetry lines].
 
     Raises:
         ConfigError: the directory cannot be made or written.
@@ -114,20 +130,60 @@ class StepLog:
         self.file = Path(directory) / f"rank{rank:04d}.jsonl"
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
+            torn = _ends_in_a_torn_line(self.file)
             self._stream = open(self.file, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open until close()
         except OSError as error:
             raise ConfigError(f"telemetry directory {str(directory)!r}: {error.strerror}") from error
+        if torn:
+            self._append("")
+
+    def start(self, header: "Mapping[str, Any]") -> None:
+        """Append what is known of this start of the rank."""
+        self._append(json.dumps({"header": {"rank": int(self.file.stem[4:])} | dict(header)}))
 
     def write(self, record: StepRecord) -> None:
-        """Append one record. A full disk costs the line, not the run."""
+        """Append one record."""
         items: "dict[str, Any]" = asdict(record)
-        del items["started"]
+        # The monotonic clocks of two nodes, or of two starts, have nothing to do with each other.
+        items["started_at"] = round(time.time() - (time.monotonic() - items.pop("started")), 6)
         items |= {f"{phase}_seconds": round(record.seconds(phase), 6) for phase in PHASES}
         items["events"] = [[e.phase, e.subgroup, round(e.begin, 6), round(e.end, 6), e.path] for e in record.events]
-        try:
-            self._stream.write(json.dumps(items) + "\n")
-        except OSError:
-            return
+        self._append(json.dumps(items))
 
     def close(self) -> None:
-        self._stream.close()
+        self._append(json.dumps({"end": round(time.time(), 3)}))
+        with contextlib.suppress(OSError):
+            self._stream.close()
+
+    def _append(self, line: str) -> None:
+        """A full disk costs the line, not the run."""
+        with contextlib.suppress(OSError, ValueError):  # ValueError: closed twice
+            self._stream.write(line + "\n")
+
+
+def read_line(line: "str | bytes") -> "StepRecord | dict[str, Any] | None":
+    """A step, or the object of a header or end line; None for a torn or strange line."""
+    try:
+        items = json.loads(line)
+        if "header" in items or "end" in items:
+            return items
+        known = {f.name: items[f.name] for f in fields(StepRecord) if f.name in items}
+        known["events"] = [Event(*event) for event in items["events"]]
+        known["started"] = items.get("started_at", 0.0)
+        return StepRecord(**known)
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def read_steps(file: "str | os.PathLike[str]") -> "list[StepRecord]":
+    """All steps in a rank's file, of all its starts. For long runs see ``report.read``, which keeps less of each."""
+    with open(file, encoding="utf-8") as stream:
+        return [found for line in stream if isinstance(found := read_line(line), StepRecord)]
+
+
+def _ends_in_a_torn_line(file: Path) -> bool:
+    if not file.exists() or not file.stat().st_size:
+        return False
+    with open(file, "rb") as stream:
+        stream.seek(-1, os.SEEK_END)
+        return stream.read(1) != b"\n"

@@ -16,6 +16,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from . import cuda
+from .adam.kernel import DTYPE_CODES
+from .errors import CudaError
 from .plan.subgroups import Segment, Subgroup
 from .storage.buffers import BufferPool, Lease
 from .units import format_bytes
@@ -26,6 +29,8 @@ STAGING_COUNT = 2
 """Subgroups whose gradients and weights may be in staging at once: one updating, one on its way."""
 
 _GRADIENT_ITEMSIZE = 4  # room for the widest: gradients may change their dtype from step to step
+_SMALL_BYTES = 2**20  # see [Note: copy engine or kernel]
+_MOST_COPIES = 8
 
 
 class Transfers(Protocol):
@@ -124,7 +129,7 @@ class HostTransfers:
 
 
 class _Staging:
-    """Host memory for what one subgroup's update reads and writes: its gradients and its weights.
+    """Host memory for what one subgroup's update reads and writes: its gradients and its weights, as bytes.
 
     Segments keep their place in the subgroup, in slots as wide as the widest element.
 
@@ -136,18 +141,52 @@ class _Staging:
 
     def __init__(self, lease: Lease, numel: int, weight_itemsize: int):
         gradient_bytes = numel * _GRADIENT_ITEMSIZE
-        self._gradients = torch.from_numpy(lease.array(0, gradient_bytes, np.uint8))
-        self._weights = torch.from_numpy(lease.array(gradient_bytes, numel * weight_itemsize, np.uint8))
-        self._weight_itemsize = weight_itemsize
+        self.gradients = torch.from_numpy(lease.array(0, gradient_bytes, np.uint8))
+        self.weights = torch.from_numpy(lease.array(gradient_bytes, numel * weight_itemsize, np.uint8))
         self.arrived = torch.cuda.Event()
         self.sent = torch.cuda.Event()
         self.subgroup: "int | None" = None
 
-    def gradient(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
-        return _slot(self._gradients, segment, dtype, _GRADIENT_ITEMSIZE)
 
-    def weight(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
-        return _slot(self._weights, segment, dtype, self._weight_itemsize)
+class _OnDevice:
+    """Tensors on the device, one a shard.
+
+    Attributes:
+        table: a row a tensor: address (0: there is none), address of its storage, dtype code, itemsize.
+        width: bytes of a slot in staging.
+    """
+
+    def __init__(self, tensors: "Sequence[torch.Tensor | None]"):
+        self.tensors = tensors
+        self.table = np.array([_where(t) for t in tensors], np.int64).reshape(-1, 4)
+        self.width = max((t.element_size() for t in tensors if t is not None), default=_GRADIENT_ITEMSIZE)
+
+    def pieces(self, segments: np.ndarray) -> np.ndarray:
+        """Shape (pieces, 4): shard, first element in it, byte in staging, elements; neighbours on both sides are one piece.
+
+        Neighbours of another storage are not, since a copy may not cross from one allocation into the next.
+
+        Args:
+            segments: shape (segments, 4): shard, first element in it, first element in the subgroup, elements.
+        """
+        shards, starts, offsets, numels = segments.T
+        addresses, storages, codes, itemsizes = self.table[shards].T
+        pieces = np.stack([shards, starts, offsets * self.width, numels], axis=1)
+        apart = np.ones(len(pieces), bool)
+        apart[1:] = np.diff(addresses + starts * itemsizes) != (numels * itemsizes)[:-1]
+        apart[1:] |= np.diff(pieces[:, 2]) != (numels * itemsizes)[:-1]
+        apart[1:] |= (np.diff(storages) != 0) | (np.diff(codes) != 0)
+        first = np.flatnonzero(apart)
+        pieces = pieces[first]
+        if len(first):
+            pieces[:, 3] = np.add.reduceat(numels, first)
+        return pieces
+
+
+def _where(tensor: "torch.Tensor | None") -> "tuple[int, int, int, int]":
+    if tensor is None:
+        return 0, 0, 0, 0
+    return tensor.data_ptr(), tensor.untyped_storage().data_ptr(), DTYPE_CODES[tensor.dtype], tensor.element_size()
 
 
 class CudaTransfers:
@@ -158,25 +197,36 @@ class CudaTransfers:
     has come (event ``arrived``). New weights leave when the kernel is done, so after all that the caller's stream did
     with the old ones before ``begin``; its later work comes after the last weight (``end``). Copies of one direction
     keep their order. ``tests/unit/test_transfers.py`` takes away each of these waits and sees it missed.
+
+    [Note: copy engine or kernel] Segments that are neighbours on the device, as DDP lays them out, are one piece. A copy
+    engine moves a piece at the full rate of the bus and leaves the multiprocessors alone, but each copy costs the host
+    some 5 us, in which the bus could have moved a few hundred KiB. So pieces from 1 MiB on are copies; where more than
+    eight are smaller, those are one launch of a kernel that reads or writes the staging (if that is pinned, and the
+    kernels were built).
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], subgroup_numel: int, reads_weights: bool):
-        self._weights = weights
+        self._weights = _OnDevice(weights)
+        self._gradients = _OnDevice(())
         self._reads_weights = reads_weights
         self._device = weights[0].device
         self._to_host = torch.cuda.Stream(self._device)
         self._to_device = torch.cuda.Stream(self._device)
-        itemsize = _weight_itemsize(weights)
+        itemsize = self._weights.width
         pool = BufferPool(STAGING_COUNT, subgroup_numel * (_GRADIENT_ITEMSIZE + itemsize))
         unpin = pin_memory(*pool.region, "staging for gradients and weights")
         leases = [pool.lease() for _ in range(STAGING_COUNT)]
         self._stagings = [_Staging(lease, subgroup_numel, itemsize) for lease in leases]
         self._updating = self._stagings[0]
-        self._gradients: "Sequence[torch.Tensor | None]" = ()
+        self._segments_of: "dict[int, np.ndarray]" = {}  # by the subgroup's index
+        self._kernels: "cuda.CudaKernels | None" = None
+        if unpin is not None:
+            with contextlib.suppress(CudaError):
+                self._kernels = cuda.CudaKernels(self._device.index)
         weakref.finalize(self, _give_back, os.getpid(), self._to_host, self._to_device, unpin, pool, leases)
 
     def begin(self, gradients: "Sequence[torch.Tensor | None]") -> None:
-        self._gradients = gradients
+        self._gradients = _OnDevice(gradients)
         self._to_host.wait_stream(torch.cuda.current_stream(self._device))
         for staging in self._stagings:
             staging.subgroup = None
@@ -194,50 +244,64 @@ class CudaTransfers:
             self._bring(subgroup, staging)
         staging.arrived.synchronize()
         self._updating = staging
-        grads = np.zeros(len(subgroup.segments), np.int64)
-        weights = np.zeros(len(subgroup.segments), np.int64)
-        for i, segment in enumerate(subgroup.segments):
-            grad, weight = self._gradients[segment.shard], self._weights[segment.shard]
-            if grad is not None:
-                grads[i] = staging.gradient(segment, grad.dtype).data_ptr()
-                weights[i] = staging.weight(segment, weight.dtype).data_ptr()
-        return grads, weights
+        shards, _, offsets, _ = self._segments(subgroup).T
+        grads = staging.gradients.data_ptr() + offsets * self._gradients.width
+        weights = staging.weights.data_ptr() + offsets * self._weights.width
+        return np.where(self._gradients.table[shards, 0] != 0, grads, 0), weights
 
     def weight(self, segment: Segment) -> torch.Tensor:
         with torch.cuda.stream(self._to_host):
-            return _of(self._weights[segment.shard], segment).cpu()
+            return _of(self._weights.tensors[segment.shard], segment).cpu()
 
     def send(self, subgroup: Subgroup) -> None:
         staging = self._updating
         with torch.cuda.stream(self._to_device):
-            for segment in self._stepped(subgroup):
-                weight = self._weights[segment.shard]
-                _of(weight, segment).copy_(staging.weight(segment, weight.dtype), non_blocking=True)
+            self._move(subgroup, self._weights, staging.weights, to_host=False)
             staging.sent.record(self._to_device)
         staging.subgroup = None
 
     def end(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._to_device)
-        self._gradients = ()
+        self._gradients = _OnDevice(())
 
     def _bring(self, subgroup: Subgroup, staging: _Staging) -> None:
         with torch.cuda.stream(self._to_host):
-            for segment in self._stepped(subgroup):
-                grad = self._gradients[segment.shard]
-                staging.gradient(segment, grad.dtype).copy_(_of(grad, segment), non_blocking=True)
+            self._move(subgroup, self._gradients, staging.gradients, to_host=True)
             self._to_host.wait_event(staging.sent)  # after the gradients: they may come while the last weights leave
             if self._reads_weights:
-                for segment in self._stepped(subgroup):
-                    weight = self._weights[segment.shard]
-                    staging.weight(segment, weight.dtype).copy_(_of(weight, segment), non_blocking=True)
+                self._move(subgroup, self._weights, staging.weights, to_host=True)
             staging.arrived.record(self._to_host)
         staging.subgroup = subgroup.index
+
+    def _move(self, subgroup: Subgroup, there: _OnDevice, here: torch.Tensor, to_host: bool) -> None:
+        """Let the current stream copy the segments that have a gradient from ``there`` to the bytes ``here``, or back."""
+        segments = self._segments(subgroup)
+        pieces = there.pieces(segments[self._gradients.table[segments[:, 0], 0] != 0])
+        small = pieces[:, 3] * there.table[pieces[:, 0], 3] < _SMALL_BYTES
+        if self._kernels is None or small.sum() <= _MOST_COPIES:
+            small[:] = False
+        for shard, start, slot, numel in pieces[~small].tolist():
+            tensor = there.tensors[shard]
+            on_device = tensor.as_strided((numel,), (1,), tensor.storage_offset() + start)
+            on_host = here[slot : slot + on_device.nbytes].view(tensor.dtype)
+            target, source = (on_host, on_device) if to_host else (on_device, on_host)
+            target.copy_(source, non_blocking=True)
+        if small.any():
+            shards, starts, slots, numels = pieces[small].T
+            addresses, _, codes, itemsizes = there.table[shards].T
+            ends = addresses + starts * itemsizes, here.data_ptr() + slots
+            rows = np.stack([*(ends if to_host else ends[::-1]), numels, codes, codes], axis=1)
+            self._kernels.copy(rows, stream=torch.cuda.current_stream(self._device).cuda_stream)
 
     def _holding(self, subgroup: "int | None") -> "_Staging | None":
         return next((s for s in self._stagings if s.subgroup == subgroup), None)
 
-    def _stepped(self, subgroup: Subgroup) -> "list[Segment]":
-        return [s for s in subgroup.segments if self._gradients[s.shard] is not None]
+    def _segments(self, subgroup: Subgroup) -> np.ndarray:
+        """Shape (segments, 4): shard, first element in it, first element in the subgroup, elements."""
+        if subgroup.index not in self._segments_of:
+            rows = [(s.shard, s.shard_offset, s.offset, s.numel) for s in subgroup.segments]
+            self._segments_of[subgroup.index] = np.array(rows, np.int64)
+        return self._segments_of[subgroup.index]
 
 
 def _give_back(
@@ -258,11 +322,6 @@ def _give_back(
     for lease in leases:
         lease.release()
     pool.close()
-
-
-def _slot(memory: torch.Tensor, segment: Segment, dtype: torch.dtype, itemsize: int) -> torch.Tensor:
-    start = segment.offset * itemsize
-    return memory[start : start + segment.numel * dtype.itemsize].view(dtype)
 
 
 def _of(shard: torch.Tensor, segment: Segment) -> torch.Tensor:

@@ -10,6 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mlp_offload.report.draw import draw_history
+from mlp_offload.report.numbers import StepNumbers
+from mlp_offload.telemetry import StepRecord, read_steps
+
 STATE_BYTES = 10  # a parameter: a bf16 weight's 16-bit remainder of main_param, exp_avg and exp_avg_sq in fp32
 LEAST_FALL_NATS = 2.0
 LEAST_MOVED = 0.5
@@ -35,7 +39,7 @@ class Verdict:
     stock_losses: "list[float]"
     state_bytes: int
     moved: "dict[tuple[str, str], list[int] | None]"
-    telemetry: "list[list[dict[str, Any]]]"
+    telemetry: "list[list[StepRecord]]"
     seconds: "dict[str, list[float]]" = field(default_factory=dict)
 
     @property
@@ -79,7 +83,7 @@ def judge(run: Path, ranks: int, compared: int) -> Verdict:
     """Read what both runs recorded in ``run``."""
     offloaded = [_read(run / "offloaded-record" / f"rank{r:04d}.jsonl") for r in range(ranks)]
     stock = [_read(run / "stock-record" / f"rank{r:04d}.jsonl") for r in range(ranks)]
-    telemetry = [_read(run / "telemetry" / f"rank{r:04d}.jsonl") for r in range(ranks)]
+    telemetry = [read_steps(run / "telemetry" / f"rank{r:04d}.jsonl") for r in range(ranks)]
 
     def same(key: str, iterations: "range") -> bool:
         pairs = [(a[i].get(key), b[i].get(key)) for a, b in zip(offloaded, stock) for i in iterations]
@@ -128,7 +132,7 @@ def show(console: Console, verdict: Verdict, run: Path, seconds: "dict[str, floa
 def rows(verdict: Verdict, seconds: "dict[str, float]") -> "list[tuple[str, str]]":
     """The table's rows."""
     steps = [record for rank in verdict.telemetry for record in rank]
-    hits, fetches = (sum(r[key] for r in steps) for key in ("hit_count", "fetch_count"))
+    hits, fetches = (sum(getattr(r, key) for r in steps) for key in ("hit_count", "fetch_count"))
     found = [
         ("loss, first and last", f"{verdict.losses[0]:.3f} -> {verdict.losses[-1]:.3f} (-{verdict.fall:.2f} nats)"),
         ("iterations", f"{len(verdict.losses)} with offload, {verdict.compared} with stock"),
@@ -136,8 +140,11 @@ def rows(verdict: Verdict, seconds: "dict[str, float]") -> "list[tuple[str, str]
         ("seconds an iteration (median)", " | ".join(f"{n} {_median(s):.2f}" for n, s in verdict.seconds.items())),
         ("optimizer state", f"{verdict.state_bytes / 1e6:.0f} MB in host memory and on paths"),
     ]
-    for path in sorted({path for r in steps for path in (*r["bytes_read"], *r["bytes_written"])}):
-        read, written = (sum(r[key].get(path, 0) for r in steps) for key in ("bytes_read", "bytes_written"))
+    for path in sorted({path for r in steps for path in (*r.bytes_read, *r.bytes_written)}):
+        read, written = (
+            sum(moved.get(path, 0) for moved in (getattr(r, key) for r in steps))
+            for key in ("bytes_read", "bytes_written")
+        )
         found.append((f"path {path}", f"{read / 1e9:.2f} GB read | {written / 1e9:.2f} GB written"))
     for direction in ("read", "written"):
         ours, kernel = sum(verdict.moved[direction, "ours"] or []), verdict.moved[direction, "kernel"]
@@ -163,14 +170,7 @@ def draw(verdict: Verdict, file: Path) -> Path:
     top.plot(each[: len(verdict.stock_losses)], verdict.stock_losses, "kx", label="stock")
     top.set(ylabel="loss (nats a token)", title="GPT on Python's standard library, optimizer state on storage")
     top.legend()
-    steps = verdict.telemetry[0]
-    for phase in ("fetch", "update", "flush", "stall"):
-        times = [record[f"{phase}_seconds"] * 1e3 for record in steps]
-        bottom.plot([record["step"] for record in steps], times, label=phase)
-    bottom.plot([r["step"] for r in steps], [r["step_seconds"] * 1e3 for r in steps], "k--", label="whole step")
-    bottom.set(xlabel="iteration", ylabel="ms, rank 0 (phases overlap)", title="optimizer step by phase")
-    bottom.set_ylim(bottom=0)
-    bottom.legend()
+    draw_history([StepNumbers.of(record) for record in verdict.telemetry[0]], bottom, "optimizer step by phase, rank 0")
     figure.savefig(file, dpi=120)
     return file
 
@@ -190,9 +190,9 @@ def _kernel_bytes(records: "list[list[dict[str, Any]]]", key: str) -> "list[int]
     return [sum(rank[i][key] - rank[i - 1][key] for rank in records) for i in steps]
 
 
-def _our_bytes(telemetry: "list[list[dict[str, Any]]]", key: str) -> "list[int]":
+def _our_bytes(telemetry: "list[list[StepRecord]]", key: str) -> "list[int]":
     """What the telemetry counted for all ranks in each step after the first."""
-    return [sum(sum(record[key].values()) for record in step) for step in list(zip(*telemetry))[1:]]
+    return [sum(sum(getattr(record, key).values()) for record in step) for step in list(zip(*telemetry))[1:]]
 
 
 def _median(values: "list[float]") -> float:

@@ -120,6 +120,10 @@ class System:
         """What the report says about this system's settings; ``buffer_bytes`` is host memory for buffers."""
         return {}
 
+    def measured(self) -> "dict[str, float]":
+        """What the block that just ended told beside its times; goes to the facts."""
+        return {}
+
     def close(self) -> None:
         """Remove all files."""
 
@@ -199,7 +203,8 @@ def serve(make: "Callable[[dict[str, Any]], System]") -> None:
             system.settle()
             for path in settings["paths"]:
                 write_back(path.split(",")[0])
-            answer({"done": {"weights_crc32": system.weights_crc32(), "peak_rss_bytes": peak_rss_bytes()}})
+            done = {"weights_crc32": system.weights_crc32(), "peak_rss_bytes": peak_rss_bytes()}
+            answer({"done": done | {"measured": system.measured()}})
     except (Exception, KeyboardInterrupt):
         with contextlib.suppress(OSError):
             answer({"error": traceback.format_exc()})

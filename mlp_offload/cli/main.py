@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import OffloadError
-from . import output, patch, run
+from . import clean, completion, doctor, output, patch, plan, probe, report, run, simulate
 
-COMMANDS = (run, patch)
+COMMANDS = (run, doctor, probe, plan, simulate, report, clean, patch)
 """Modules with ``add_command(commands)``, in the order of the help; each makes a parser whose default ``execute`` is a
 function of the parsed options that gives the exit status, and gives it ``--json`` by ``output.add_json``."""
 
@@ -34,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="mlp-offload", description=_DESCRIPTION, epilog=_EXAMPLE, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"mlp-offload {__version__}")
+    completion.add_option(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in COMMANDS:
         command.add_command(commands)
@@ -43,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: "Sequence[str] | None" = None) -> int:
     """Run one command; returns the exit status: 1 where it could not do its work, 2 where the command line is wrong."""
     parser = build_parser()
-    options = parser.parse_args(argv)
+    options = _parse(parser, list(sys.argv[1:] if argv is None else argv))
     if options.command is None:
         parser.print_help(sys.stderr)
         return 2
@@ -52,6 +53,18 @@ def main(argv: "Sequence[str] | None" = None) -> int:
     except OffloadError as error:
         output.tell_failure(options, error)
         return 1
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: "list[str]") -> argparse.Namespace:
+    """The options. A command with ``takes_more`` gets all that follows ``--`` as ``more``: argparse mixes it up with its own."""
+    options, rest = parser.parse_known_args(arguments)
+    if getattr(options, "takes_more", False) and "--" in arguments:
+        end = arguments.index("--")
+        options = parser.parse_args(arguments[:end])
+        options.more = arguments[end + 1 :]
+    elif rest:
+        options = parser.parse_args(arguments)  # tells what it does not know
+    return options
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ def norm_inputs(gradients: Sequence[torch.Tensor], inverse_scale: "torch.Tensor 
     one element is that element. So one fp32 copy at a time is reduced here, and its norm stands in for it. The kernels
     of Transformer Engine and Apex reduce all tensors in one tree of chunks; for them all fp32 copies are made (4 bytes
     an element of the rank's shards, only for 16-bit gradients or with a loss scale), as stock does for the whole step.
+    ``CudaKernels.norm`` needs no copies but does not have stock's bits in either case: theirs are built with approximate
+    square roots, and Megatron-Core's own takes ``torch.norm`` of each tensor, which adds up in another order.
     """
     if inverse_scale is None and all(g.dtype == torch.float32 for g in gradients):
         return gradients

@@ -20,7 +20,7 @@ from ..adam.kernel import AdamKernel, default_threads
 from ..config import OffloadConfig
 from ..errors import ConfigError, SelfCheckError
 from ..pipeline import RankContext, StepPipeline
-from ..startup import describe, progress
+from ..startup import describe, header, progress
 from ..transfers import pin_memory, staging_bytes
 from ..updates import main_itemsize
 from .chain import OffloadedChainedOptimizer
@@ -244,6 +244,7 @@ def _start(config: OffloadConfig, parts: "list[MLPDistributedOptimizer]") -> Non
             resources.stack.callback(pipeline.close)
             if first:
                 print(describe(pipeline.tiers, context, kernel), flush=True)
+            pipeline.log_start(header(pipeline.tiers, context, kernel))
             for name, part in spaces.items():
                 part.start(pipeline, name, kernel, resources)
             pipeline.initialize(lambda space, subgroup, view: spaces[space].fill(subgroup, view))

@@ -4,7 +4,8 @@
 1. ``add_megatron_arguments`` (called by every version's argument parser) also adds the flags of ``config.py``.
 2. ``validate_args`` first refuses what cannot work, in one sentence each.
 3. ``set_global_variables`` (called when the arguments are final) installs the optimizer if it was asked for.
-4. ``train_step`` afterwards tells the step's loss to the telemetry, and prints a summary every ``--log-interval``.
+4. ``train_step`` afterwards tells the step's loss to the telemetry; every ``--log-interval`` it prints a summary and adds
+   our numbers to TensorBoard and W&B.
 5. Without a GPU, ``initialize_megatron`` is told that this is allowed.
 Then the script runs as ``__main__``. With ``--optimizer-offload none`` nothing but the flags differs from a run without
 the launcher.
@@ -20,6 +21,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -45,10 +47,19 @@ def run(script: str, arguments: "Sequence[str]") -> None:
         script: a file, or ``pretrain_gpt`` for the package's own entry point.
         arguments: the script's command line.
     """
+    # A batch script may ask a job again and again to save and end, and starts it with that signal ignored. When Python
+    # ends, it gives signals that the script has handled back to the kernel, which would kill the rank after its work.
+    ignored = [
+        number
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+        if signal.getsignal(number) == signal.SIG_IGN
+    ]
     try:
         _run(script, arguments)
+        _ignore(ignored)
     except SystemExit as stop:
         if stop.code in (None, 0):
+            _ignore(ignored)
             raise
         _leave(
             stop.code if isinstance(stop.code, int) else FAILED, "" if isinstance(stop.code, int) else str(stop.code)
@@ -119,6 +130,11 @@ def _find_script(script: str) -> "Path | None":
     if script == OWN_SCRIPT:
         return None
     raise ConfigError(f"script {script!r}: no such file; give a Megatron script, or {OWN_SCRIPT} for the built-in one")
+
+
+def _ignore(signals: "Sequence[signal.Signals]") -> None:
+    for number in signals:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _leave(code: int, message: str, known_cause: bool = False, after_others: bool = False) -> "NoReturn":

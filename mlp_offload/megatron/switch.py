@@ -70,8 +70,8 @@ def check(args: Namespace) -> "OffloadConfig | None":
 def switch_on(args: Namespace) -> None:
     """With ``--optimizer-offload mlp`` in the final arguments, from now on Megatron builds offloaded optimizers.
 
-    Also tells each step's loss to the telemetry, and prints a summary every ``--log-interval``. Calling it again
-    replaces the options and nothing else.
+    Also tells each step's loss to the telemetry, and every ``--log-interval`` prints a summary and gives our numbers to
+    Megatron's TensorBoard and W&B writers. Calling it again replaces the options and nothing else.
 
     Raises:
         ConfigError, SelfCheckError: before anything is built.
@@ -80,13 +80,14 @@ def switch_on(args: Namespace) -> None:
     if config is None:
         return
     from megatron.training import get_args, training
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     from .install import install
     from .step_report import after_train_step
 
     install(config)
     if not hasattr(training.train_step, "offload_report"):
-        report = after_train_step(training.train_step, get_args)
+        report = after_train_step(training.train_step, get_args, lambda: (get_tensorboard_writer(), get_wandb_writer()))
         wrapped = wrap(training.train_step, after=report)
         wrapped.offload_report = report
 

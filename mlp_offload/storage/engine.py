@@ -281,15 +281,25 @@ def direct_supported(directory: str | os.PathLike[str]) -> DirectSupport:
         OSError: the directory does not take a new file, or no bytes.
     """
     descriptor, name = tempfile.mkstemp(prefix=".mlp-offload-probe-", dir=directory)
+    os.close(descriptor)
+    return file_takes_direct(name, unlink=True)
+
+
+def file_takes_direct(name: str | os.PathLike[str], unlink: bool = False) -> DirectSupport:
+    """The same for an existing file, whose first bytes are overwritten; `unlink` removes it before.
+
+    Raises:
+        OSError: the file is not there, or takes no bytes.
+    """
     try:
-        os.close(descriptor)
-        told = _native.direct_alignment(name)
+        told = _native.direct_alignment(os.fspath(name))
         try:
             descriptor = os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
         except OSError as error:
             return DirectSupport(False, FALLBACK_ALIGNMENT, f"O_DIRECT is refused: {error.strerror}")
     finally:
-        os.unlink(name)
+        if unlink:
+            os.unlink(name)
     try:
         if told == (0, 0):
             return DirectSupport(False, FALLBACK_ALIGNMENT, "the kernel says that this file system has no direct I/O")

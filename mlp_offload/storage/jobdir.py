@@ -6,7 +6,7 @@
    whatever ends it.
 3. Remove a file of that name: its owner would hold the lock, so it is dead (the node went down, or everything
    of the job was killed at once, sweeper included). Then the same for files of other ranks and jobs of this host.
-4. Create the file, mode 0600.
+4. Create the file, mode 0600, and touch it each minute, which other nodes see.
 5. ``close()``: remove the file, and the directory if empty; dismiss the sweeper; give the lock back.
 
 Locks know only this node: nodes that share a path must have different host names.
@@ -28,6 +28,7 @@ from typing import final
 
 from ..errors import ConfigError, OffloadError, PathInUseError
 from ..units import format_bytes
+from .heartbeat import Heartbeat
 from .locks import NodeLock, private_directory, read_holder
 from .lustre import stripe
 from .sweeper import Sweeper
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 _HELD_SECONDS = 2.0
 _SWEEP_SECONDS = 30.0
 _NAME_LIMIT = 100
-_JOB_PREFIX = "mlp-offload-"
+JOB_PREFIX = "mlp-offload-"
 
 # Environment variable -> how its value becomes a job name; the first that is set wins.
 _JOB_VARIABLES = (
@@ -126,19 +127,22 @@ class ScratchFile:
         self._owner_pid = os.getpid()
 
     @classmethod
-    def create(cls, directory: str | os.PathLike[str], *, job: str, rank: int, name: str) -> ScratchFile:
+    def create(
+        cls, directory: str | os.PathLike[str], *, job: str, rank: int, name: str, reclaim: bool = True
+    ) -> ScratchFile:
         """``directory/mlp-offload-<job>/<host>-rank<rank>-<name>.state``, locked, guarded and empty.
 
         Args:
             job: from ``job_name()``.
             name: tells apart several optimizers of one process.
+            reclaim: whether to remove what dead processes left on the path.
 
         Raises:
             ConfigError: the directory or the job directory in it cannot be used, or ``name`` cannot be part of one.
             PathInUseError: another living process holds this very file.
         """
         (parent,) = check_directories([directory])
-        job_directory = parent / f"{_JOB_PREFIX}{_file_safe(job, 'job')}"
+        job_directory = parent / f"{JOB_PREFIX}{_file_safe(job, 'job')}"
         path = job_directory / f"{host_name()}-rank{rank:04d}-{_file_safe(name, 'name')}.state"
         # Undone in reverse, here and in close(): while the lock is held, no successor's file can be taken for ours.
         with ExitStack() as undo:
@@ -149,8 +153,9 @@ class ScratchFile:
             undo.callback(sweeper.dismiss)
             undo.callback(_remove, path)
             stripe(job_directory, may_advise=rank == 0)  # a file's layout is fixed when it is made
-            reclaimed_bytes = _reclaim_stale(path, job)
+            reclaimed_bytes = _reclaim_stale(path, job) if reclaim else 0
             _create_file(path)
+            undo.callback(Heartbeat(path).close)
             return cls(path, reclaimed_bytes, sweeper.pid, undo.pop_all())
 
     def neighbour_bytes(self) -> int:
@@ -248,7 +253,7 @@ def _reclaim_stale(path: Path, job: str) -> int:
                     nbytes = _unlink_size(other)
                     lock.release()
                     reclaimed_bytes += nbytes
-                    jobs |= {directory.name.removeprefix(_JOB_PREFIX)} if nbytes else set()
+                    jobs |= {directory.name.removeprefix(JOB_PREFIX)} if nbytes else set()
         if directory != path.parent:
             with suppress(OSError):  # not empty, or gone
                 directory.rmdir()
@@ -265,7 +270,7 @@ def _reclaim_stale(path: Path, job: str) -> int:
 def _private_job_directories(parent: Path) -> "list[Path]":
     """Job directories on a path that are ours alone, sorted."""
     ours = []
-    for directory in sorted(parent.glob(f"{_JOB_PREFIX}*")):
+    for directory in sorted(parent.glob(f"{JOB_PREFIX}*")):
         with suppress(FileNotFoundError):
             found = directory.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:

@@ -24,6 +24,8 @@ from ..errors import ConfigError
 
 _RETRY_SECONDS = 0.05
 
+HELD, FREE, ABSENT = "held", "free", "absent"
+
 
 def private_directory(path: Path) -> None:
     """Make ``path`` a directory that only we can enter (mode 0700), or find it so.
@@ -127,6 +129,23 @@ class NodeLock:
 def lock_path(key: str) -> Path:
     """File of the lock named ``key``."""
     return lock_room() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.lock"
+
+
+def look(key: str) -> str:
+    """HELD by a process; FREE: its file is there, so its holder was killed; ABSENT: released, never held on this node,
+    or held before this node started. Makes no file.
+    """
+    try:
+        fd = os.open(lock_path(key), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return ABSENT
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return FREE if _is_file_at(fd, lock_path(key)) else ABSENT
+    except BlockingIOError:
+        return HELD
+    finally:
+        os.close(fd)
 
 
 def read_holder(key: str) -> dict[str, object]:

@@ -42,9 +42,7 @@ def stripe(job_directory: Path, may_advise: bool) -> None:
 def stripe_lustre(job_directory: Path, may_advise: bool) -> None:
     """``stripe`` for a directory that is known to be on Lustre."""
     try:
-        if shutil.which("lfs") is None:
-            raise OSError("there is no program lfs here")
-        layout = _lfs("getstripe", "-d", str(job_directory))
+        layout = layout_of(job_directory)
         if re.findall(r"stripe_count:\s*(-?\d+)", layout) not in (["0"], ["1"]) or "pool" in layout:
             return
         _lfs("setstripe", *LAYOUT, str(job_directory))
@@ -59,6 +57,13 @@ def stripe_lustre(job_directory: Path, may_advise: bool) -> None:
             detail,
             advice,
         )
+
+
+def layout_of(directory: Path) -> str:
+    """What ``lfs getstripe`` says of files that will be made in a directory. Raises OSError or SubprocessError."""
+    if shutil.which("lfs") is None:
+        raise OSError("there is no program lfs here")
+    return _lfs("getstripe", "-d", str(directory))
 
 
 def _lfs(*arguments: str) -> str:

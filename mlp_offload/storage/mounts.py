@@ -49,9 +49,13 @@ def device_key(directory: str | os.PathLike[str]) -> str:
     mount = mount_of(directory)
     # btrfs gives each subvolume an id of its own, and they share the device.
     number = 0 if mount.kind == "btrfs" else os.statvfs(directory).f_fsid
-    remote = ":" in mount.source or mount.source.startswith("//")
-    where = "" if remote and mount.kind != "unknown" else f" on {socket.gethostname()}"
+    where = "" if is_remote(mount) else f" on {socket.gethostname()}"
     return f"{mount.kind} {mount.source} {number:x}{where}"
+
+
+def is_remote(mount: Mount) -> bool:
+    """Whether the source names a server, so that all nodes see the same files."""
+    return mount.kind != "unknown" and (":" in mount.source or mount.source.startswith("//"))
 
 
 def _field(file: str, first: str) -> str:

@@ -2,7 +2,8 @@
 
 [Note: bandwidth cache] One file for each device and engine setting, written beside and renamed into place: ranks, jobs
 and nodes that share a home directory may store at once, and none loses what another one found. What cannot be read is
-measured again.
+measured again. What is kept are the rates of one process, both directions at once, other devices measured at the same
+time: `mlp-offload probe` stores what a start would measure, only over a longer span.
 """
 
 from __future__ import annotations
@@ -50,15 +51,26 @@ def measure_once(
     device = device_key(directory)
     if found := load(device, settings):
         return found, True
-    lock = NodeLock.acquire(f"bandwidth of {device}", {"pid": os.getpid(), "device": device}, _LOCK_SECONDS)
-    if lock is None:
-        raise OffloadError(f"another process has been measuring {device} for {_LOCK_SECONDS:g} s")
-    try:
+    with measuring(device):
         if found := load(device, settings):
             return found, True
         measured = probe(directory, **settings)
         store(measured, settings)
         return measured, False
+
+
+@contextlib.contextmanager
+def measuring(device: str) -> Iterator[None]:
+    """While the block runs, no other process of this node measures ``device``.
+
+    Raises:
+        OffloadError: another one still does after half a minute.
+    """
+    lock = NodeLock.acquire(f"bandwidth of {device}", {"pid": os.getpid(), "device": device}, _LOCK_SECONDS)
+    if lock is None:
+        raise OffloadError(f"another process has been measuring {device} for {_LOCK_SECONDS:g} s")
+    try:
+        yield
     finally:
         lock.release()
 

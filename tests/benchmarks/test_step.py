@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from bench_tools import NO_CAPS_HERE, REPOSITORY, deepspeed_is_here, other_errors, run_benchmark
 
+from benchmarks.prediction import predict
+from benchmarks.report import Caps
+
 FIELDS = {
     "update_seconds",
     "iteration_seconds",
@@ -60,6 +63,16 @@ def test_all_systems_in_one_run(tmp_path):
         assert (round(max(system["efficiency"], system["efficiency_window"]), 2) > 1) == any(
             error.startswith(f"{name}:") for error in result["errors"]
         )
+    for name in ("mlp", "mlp_one_path"):
+        system = result[name]
+        assert system["adam_parameters_per_second"] > 0
+        assert system["prediction_error"] == pytest.approx(
+            system["predicted_update_seconds"] / system["update_seconds"] - 1
+        )
+        # No faster than the caps allow for the bytes that the kernel counted; how near it came is not looked at here.
+        cap = {"mlp": 300e6, "mlp_one_path": 200e6}[name]
+        assert system["predicted_update_seconds"] > 0.9 * system["bytes_read"] / cap
+    assert "predicted_update_seconds" not in result["sequential"]
     # The kernel's own count of what this one must move: every byte of the state, once each way, and nothing else.
     for key in ("bytes_read_per_parameter", "bytes_written_per_parameter"):
         assert result["sequential"][key] == pytest.approx(12, rel=0.02)
@@ -99,6 +112,26 @@ def test_two_ranks_a_pause_and_a_cap_that_changes(tmp_path):
     assert first[:5] == pytest.approx([200] * 5, abs=0.1)
     assert first[6:8] == pytest.approx([100] * 2, abs=0.1)
     assert first[9:] == pytest.approx([200] * 2, abs=0.1)
+
+
+def test_a_prediction_is_the_simulators():
+    result = {
+        "parameters": 2 * 10**7,
+        "buffer_bytes": 4 * 10**7,
+        "subgroup_size": 10**5,
+        "main_itemsize": 2,
+        "adam_parameters_per_second": 1e9,
+        "compute_seconds": 0.1,
+        "update_seconds": 1.0,
+    }
+    caps = [Caps(0.0, [(4e8, 4e8), (2e8, 1e8), (1e8, 2e8)])]
+    found = predict(result, [0, 1], caps, rank_count=2, staging_count=0)
+    # 200 MB of state, of which both ranks' buffers hold 40; shares go by each path's slower direction, 4e8 and 1e8.
+    assert 0.32 < found["predicted_update_seconds"] < 1.1 * 0.32
+    assert found["prediction_error"] == found["predicted_update_seconds"] - 1
+    slower = predict(result, [1, 2], caps, rank_count=2, staging_count=0)
+    assert slower["predicted_update_seconds"] > 2 * found["predicted_update_seconds"]
+    assert predict(result, [0], None, 1, 0) == {"predicted_update_seconds": None, "prediction_error": None}
 
 
 def test_paths_whose_bytes_cannot_be_told_apart_are_refused(tmp_path):

@@ -1,6 +1,5 @@
 """Patched source trains with offload: Megatron-Core by OptimizerConfig alone, megatron.training by its own flags."""
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from launch import run_scenarios
 from megatron_trees import RELEASES, unpack
 
 from mlp_offload.cli.main import main
+from mlp_offload.telemetry import read_steps
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Later releases need Python 3.12
@@ -87,9 +87,9 @@ def test_patched_megatron_training_trains_with_its_own_flags(tmp_path):
         f" --mlp-offload-path {tmp_path}/state --mlp-offload-telemetry {tmp_path}/telemetry"
     )
     run(tree, TRAIN, *arguments.split())
-    lines = [json.loads(line) for line in (tmp_path / "telemetry" / "rank0000.jsonl").read_text().splitlines()]
-    assert [line["iteration"] for line in lines] == [1, 2, 3]
-    assert all(line["loss"] > 0 and line["fetch_count"] > line["hit_count"] for line in lines)
+    steps = read_steps(tmp_path / "telemetry" / "rank0000.jsonl")
+    assert [step.iteration for step in steps] == [1, 2, 3]
+    assert all(step.loss > 0 and step.fetch_count > step.hit_count for step in steps)
 
 
 @pytest.mark.skipif(WITH_TRAINING not in RUNNABLE, reason="needs Python 3.12")

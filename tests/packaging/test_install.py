@@ -57,6 +57,9 @@ def test_the_readme_example_runs_from_a_wheel_away_from_the_checkout(distributio
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(installed)},
     )
     assert "run" in out
+    plan = (sys.executable, "-m", "mlp_offload", "plan", "gpt-70b")
+    out = call(*plan, cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(installed)})
+    assert "Llama 2 70B" in out and "it fits" in out
     tree = unpack("0.19.2", tmp_path / "tree")
     command = (sys.executable, "-m", "mlp_offload", "patch", "check", tree)
     out = call(*command, cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(installed)})

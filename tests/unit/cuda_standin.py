@@ -4,9 +4,11 @@ Each stream is a thread that really copies later: with ``late`` at the last mome
 random pauses, so that streams overtake each other. What nobody waits for has not happened; a missing wait is a wrong
 number. Beside that every access to memory is noted with what is ordered before it (a vector clock a timeline: the host
 and each stream), so that two accesses that no wait orders are a race even where the numbers came out right.
+Kernels (``mlp_offload.cuda.CudaKernels``) are work of a stream too: their sources, compiled for the host, do it.
 
 What it takes from CUDA's documentation: copies of a stream keep their order, and come after what the host did before it
-asked for them; an event is the point of the stream where it was last recorded; a wait for one never recorded is none.
+asked for them; an event is the point of the stream where it was last recorded; a wait for one never recorded is none;
+a launch keeps its arguments, and its kernel reaches device memory and pinned memory alone.
 """
 
 from __future__ import annotations
@@ -17,13 +19,19 @@ import random
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from cuda_standin_kernels import Kernels
 from torch.overrides import TorchFunctionMode
+
+from mlp_offload import cuda
 
 PATIENCE_SECONDS = 60.0
 HOST = "host"
+DEVICE = torch.device("cuda", 0)
+DEVICE_OF, IS_CUDA_OF = torch.Tensor.device.__get__, torch.Tensor.is_cuda.__get__
 
 
 @dataclass
@@ -41,13 +49,18 @@ class Access:
 class Runtime:
     """Stands for ``torch.cuda`` inside ``with Runtime(...).installed(monkeypatch)``.
 
+    Args:
+        library: the kernels, compiled for the host (fixture ``host_library``); None: this device has none.
+
     Attributes:
         races: pairs of accesses that nothing orders, in words.
-        faults: uses of memory that is not pinned, or no longer; work on the caller's stream that is not the trainer's.
+        faults: uses of memory that is not pinned, or no longer; work on the caller's stream that is not the trainer's;
+            launches on a stream that is none, or that the kernels refuse.
+        launches: kernels asked for, by name, in order.
     """
 
-    def __init__(self, late: bool, seed: int = 0, refuse_pinning: bool = False):
-        self.late, self.refuse_pinning = late, refuse_pinning
+    def __init__(self, late: bool, seed: int = 0, refuse_pinning: bool = False, library: "Path | None" = None):
+        self.late, self.refuse_pinning, self.library = late, refuse_pinning, library
         self.random = random.Random(seed)
         self.changed = threading.Condition()
         self.closing = False
@@ -55,6 +68,7 @@ class Runtime:
         self.accesses: "list[Access]" = []
         self.races: "list[str]" = []
         self.faults: "list[str]" = []
+        self.launches: "list[str]" = []
         self.pinned: "dict[int, int]" = {}  # address -> bytes
         self.device_storages: "dict[int, torch.Tensor]" = {}  # by address; held, so that no address comes twice
         self.streams: "list[Stream]" = []
@@ -74,6 +88,7 @@ class Runtime:
         with monkeypatch.context() as patch, Intercepted(self):
             for name, value in names.items():
                 patch.setattr(torch.cuda, name, value)
+            patch.setattr(cuda, "CudaKernels", lambda device=0: Kernels(self))
             try:
                 yield self
                 for stream in self.streams:
@@ -138,33 +153,57 @@ class Runtime:
     # ---------------------------------------------------------------------- copies and their order
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
-        stream = self.current
+        host_side = [t for t in (target, source) if not self.is_on_device(t)]
+
+        def check(what: str) -> bool:
+            if non_blocking:
+                self._check_pinned(what, host_side)
+            return True
+
+        accesses = [(t.data_ptr(), t.nbytes, writes) for t, writes in ((target, True), (source, False))]
+        self.enqueue(self.current, "copy", accesses, lambda: target.copy_(source), check)
+        if not non_blocking:
+            self.current.synchronize()
+
+    def enqueue(self, stream: "Stream", kind: str, accesses: "list[tuple[int, int, bool]]", run, check) -> None:
+        """Ask ``stream`` for work.
+
+        Args:
+            accesses: (address, bytes, whether it writes).
+            check: called with words for the work, now and when it is due; False: it cannot be done.
+        """
         if stream is self.caller and not self.trainer_depth:
-            self.faults.append("a copy on the caller's stream that the trainer did not ask for")
+            self.faults.append(f"a {kind} on the caller's stream that the trainer did not ask for")
         stream.join(self.host_clock)
         stream.clock[stream.name] += 1
-        what = f"copy {len(stream.work)} of {stream.name}"
-        host_side = [t for t in (target, source) if t.untyped_storage().data_ptr() not in self.device_storages]
-        for tensor, writes in ((target, True), (source, False)):
-            start = tensor.data_ptr()
-            access = Access(what, stream.name, stream.clock[stream.name], start, start + tensor.nbytes, writes)
-            self._note(access, stream.clock)
-        if non_blocking:
-            self._check_pinned(what, host_side)
+        what = f"{kind} {len(stream.work)} of {stream.name}"
+        for start, nbytes, writes in accesses:
+            self._note(
+                Access(what, stream.name, stream.clock[stream.name], start, start + nbytes, writes), stream.clock
+            )
+        check(what)
 
-        def run():
-            if non_blocking:
-                self._check_pinned(what + ", late,", host_side)
-            target.copy_(source)
+        def work():
+            if check(what + ", late,"):
+                run()
 
-        stream.ask(run)
-        if not non_blocking:
-            stream.synchronize()
+        stream.ask(work)
+
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self.device_storages
+
+    def is_pinned(self, address: int, nbytes: int) -> bool:
+        return any(a <= address and address + nbytes <= a + n for a, n in list(self.pinned.items()))
+
+    def reaches(self, address: int, nbytes: int) -> bool:
+        """Whether a kernel may use [address, address + nbytes)."""
+        storages = [(a, t.untyped_storage().nbytes()) for a, t in list(self.device_storages.items())]
+        on_device = any(a <= address and address + nbytes <= a + n for a, n in storages)
+        return nbytes == 0 or on_device or self.is_pinned(address, nbytes)
 
     def _check_pinned(self, what: str, tensors: "list[torch.Tensor]") -> None:
         for t in tensors:
-            inside = any(a <= t.data_ptr() and t.data_ptr() + t.nbytes <= a + n for a, n in list(self.pinned.items()))
-            if t.nbytes and not inside and not self.refuse_pinning:
+            if t.nbytes and not self.is_pinned(t.data_ptr(), t.nbytes) and not self.refuse_pinning:
                 self.faults.append(f"{what} uses memory that is not pinned")
 
     def _note(self, access: Access, clock: "dict[str, int]") -> None:
@@ -182,6 +221,7 @@ class Stream:
 
     def __init__(self, runtime: Runtime, name: str):
         self.runtime, self.name = runtime, name
+        self.cuda_stream = 1000 + len(runtime.streams)  # 0 would be the default stream, which nobody here uses
         self.clock = {name: 0}
         self.work = []
         self.done = self.wanted = 0
@@ -271,7 +311,11 @@ class Event:
 
 
 class Intercepted(TorchFunctionMode):
-    """Copies from and to device memory go through the current stream, as on a GPU."""
+    """Copies from and to device memory go through the current stream, as on a GPU; tensors there say where they are.
+
+    ``torch.empty`` and ``torch.zeros`` with a CUDA device give device memory; until the current stream has done it,
+    there are other numbers in it.
+    """
 
     def __init__(self, runtime: Runtime):
         super().__init__()
@@ -286,10 +330,28 @@ class Intercepted(TorchFunctionMode):
             out = torch.empty(args[0].shape, dtype=args[0].dtype)
             self.runtime.copy(out, args[0], non_blocking=False)
             return out
+        if func == DEVICE_OF and self._on_device(args[0]):
+            return DEVICE
+        if func == IS_CUDA_OF and self._on_device(args[0]):
+            return True
+        if func in (torch.empty, torch.zeros) and torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            tensor = torch.empty(*args, **(kwargs | {"device": "cpu"}))
+            tensor.view(torch.uint8).fill_(0xA5)
+            self.runtime.on_device(tensor)
+            if func is torch.zeros:
+                self._fill(tensor, 0)
+            return tensor
+        if func in (torch.Tensor.fill_, torch.Tensor.zero_) and self._on_device(args[0]):
+            self._fill(args[0], args[1] if func is torch.Tensor.fill_ else 0)
+            return args[0]
         return func(*args, **kwargs)
 
+    def _fill(self, tensor: torch.Tensor, value: float) -> None:
+        accesses = [(tensor.data_ptr(), tensor.nbytes, True)]
+        self.runtime.enqueue(self.runtime.current, "fill", accesses, lambda: tensor.fill_(value), lambda what: True)
+
     def _on_device(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self.runtime.device_storages
+        return self.runtime.is_on_device(tensor)
 
 
 def _join(clock: "dict[str, int]", other: "dict[str, int]") -> None:

@@ -135,6 +135,7 @@ def test_fetch_update_and_flush_of_different_subgroups_overlap(make, tmp_path):
         pipeline.step("dense", Adds(1, seconds=0.002))
     pipeline.close()
     lines = [json.loads(line) for line in (tmp_path / "runs" / "rank0000.jsonl").read_text().splitlines()]
+    assert "end" in lines.pop()
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line in lines:
         events = {phase: [e for e in line["events"] if e[0] == phase] for phase in ("fetch", "update", "flush")}

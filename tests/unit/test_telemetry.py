@@ -1,14 +1,36 @@
 import json
+import time
 
 import pytest
 
 from mlp_offload.errors import ConfigError
-from mlp_offload.telemetry import StepLog, StepRecord, union_seconds
+from mlp_offload.telemetry import StepLog, StepRecord, read_line, read_steps, union, union_seconds
 
 
 def test_union_counts_overlapping_time_once():
     assert union_seconds([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4
     assert union_seconds([]) == 0
+    assert union([(3, 4), (0, 2), (1, 2.5), (4, 5)]) == [(0, 2.5), (3, 5)]
+
+
+def test_a_start_after_a_torn_line_begins_a_line_of_its_own(tmp_path):
+    first = StepLog(tmp_path, rank=0)
+    first.start({"host": "n1"})
+    first.write(StepRecord(step=1))
+    first._stream.write('{"step": 2, "events": [["fet')  # killed here
+    first._stream.flush()
+    second = StepLog(tmp_path, rank=0)
+    second.start({"host": "n2"})
+    second.write(StepRecord(step=1))
+    lines = [read_line(line) for line in second.file.read_text().splitlines()]
+    assert [lines[0], lines[3]] == [{"header": {"rank": 0, "host": host}} for host in ("n1", "n2")]
+    assert lines[2] is None and [lines[1].step, lines[4].step] == [1, 1]
+    assert [step.step for step in read_steps(second.file)] == [1, 1]
+
+
+@pytest.mark.parametrize("line", ["", "{", "[]", "{}", '{"step": 1}', '{"step": 1, "events": [[1]]}', "17"])
+def test_a_line_that_is_no_step_is_none(line):
+    assert read_line(line) is None
 
 
 def test_a_record_becomes_one_json_line_with_its_phases(tmp_path):
@@ -19,11 +41,16 @@ def test_a_record_becomes_one_json_line_with_its_phases(tmp_path):
     log = StepLog(tmp_path / "runs", rank=2)
     log.write(record)
     log.close()
-    (line,) = (tmp_path / "runs" / "rank0002.jsonl").read_text().splitlines()
+    line, end = (tmp_path / "runs" / "rank0002.jsonl").read_text().splitlines()
     items = json.loads(line)
+    assert json.loads(end)["end"] == pytest.approx(time.time(), abs=60)
     assert (items["fetch_seconds"], items["update_seconds"], items["flush_seconds"]) == (2.0, 0.25, 0.0)
     assert items["events"][1] == ["fetch", 1, 0.5, 2.0, "/a"]
     assert items["loss"] is None and "started" not in items
+    assert items["started_at"] == pytest.approx(time.time() - time.monotonic() + 100.0, abs=60)
+    read = read_line(line)
+    assert (read.step, read.events, read.started) == (3, record.events, items["started_at"])
+    assert [step.events for step in read_steps(log.file)] == [read.events]
     assert "fetch 2000 | update 250" in record.summary() and "hits 1/4" in record.summary()
 
 

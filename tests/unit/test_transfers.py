@@ -1,6 +1,9 @@
 """Transfers on a stand-in for CUDA where everything is late: right numbers, no race, and each wait is missed when gone."""
 
 import ast
+import ctypes
+import itertools
+import random
 import types
 from collections import Counter
 from functools import partial
@@ -14,6 +17,7 @@ from transfer_runs import Piped, Place, Shuffled, train
 
 from mlp_offload import transfers, updates
 from mlp_offload.adam.kernel import DTYPE_CODES, AdamKernel
+from mlp_offload.plan.subgroups import cut
 from mlp_offload.transfers import CudaTransfers, pin_memory
 
 ITEMSIZE = {code: dtype.itemsize for dtype, code in DTYPE_CODES.items()}
@@ -48,17 +52,23 @@ def right(tmp_path_factory):
         return {n: train(Place(), kernel, n, Piped(tmp_path_factory.mktemp("state"), n)) for n in (2, 4)}
 
 
-@pytest.fixture
-def run(monkeypatch, tmp_path, right):
-    """Trains on a stand-in; gives (runtime, whether the numbers are right)."""
+@pytest.fixture(params=["copies", "kernels"])
+def run(request, monkeypatch, host_library, right):
+    """Trains on a stand-in; gives (runtime, whether the numbers are right).
+
+    All pieces are copies, or all are moved by kernels.
+    """
+    kernels = request.param == "kernels"
 
     def go(implementation, states, itemsize, **options):
         monkeypatch.setattr(updates, "transfers_for", implementation)
-        runtime = Runtime(**options)
+        monkeypatch.setitem(implementation.begin.__globals__, "_MOST_COPIES", 0)
+        runtime = Runtime(library=host_library if kernels else None, **options)
         place = Place(lambda values: runtime.on_device(values.clone()), runtime.trainer)
         with runtime.installed(monkeypatch), WatchedKernel(runtime) as kernel:
             seen = train(place, kernel, itemsize, states(itemsize=itemsize))
         assert len(seen) == len(right[itemsize])
+        assert bool(runtime.launches) == (kernels and not runtime.refuse_pinning)
         return runtime, all(map(torch.equal, seen, right[itemsize]))
 
     return go
@@ -159,6 +169,72 @@ def test_every_wait_is_missed_when_it_is_in_the_wrong_place(run, tmp_path, node,
     runtime, equal = run(changed(Misplaced(node.lineno)).CudaTransfers, partial(Piped, tmp_path), itemsize, late=True)
     assert not equal
     assert runtime.races
+
+
+# ------------------------------------------------------------------------------- copy engine or kernel
+
+
+def placed(runtime, numels, gap, dtype, one_storage=True):
+    """(device memory as bytes, tensors in it one after another with ``gap`` elements between)."""
+    memory = bytearray(random.Random(0).randbytes((sum(numels) + gap * len(numels)) * dtype.itemsize))
+    starts = [0, *itertools.accumulate(n + gap for n in numels)]
+    whole = runtime.on_device(torch.frombuffer(memory, dtype=dtype))
+    tensors = [whole[a : a + n] for a, n in zip(starts, numels)]
+    if not one_storage:
+        tensors = [
+            runtime.on_device(torch.frombuffer(memory, dtype=dtype, offset=a * dtype.itemsize, count=n))
+            for a, n in zip(starts, numels)
+        ]
+    return whole.view(torch.uint8), tensors
+
+
+@pytest.mark.parametrize(
+    "numels,gap,one_storage,moved",
+    [
+        ([64] * 20, 0, True, {"copy": 1}),
+        ([64] * 20, 0, False, {"gather": 1}),
+        ([64] * 20, 1, True, {"gather": 1}),
+        ([64] * 8, 1, True, {"copy": 8}),
+        ([64] * 9, 1, True, {"gather": 1}),
+        ([2**19, *[64] * 9, 2**19 - 1, 2**19], 1, True, {"copy": 2, "gather": 1}),  # 1 MiB of bf16 is not small
+        ([64] * 500, 1, True, {"gather": 1}),
+    ],
+)
+def test_neighbours_are_one_piece_and_many_small_pieces_one_launch(
+    monkeypatch, host_library, numels, gap, one_storage, moved
+):
+    (subgroup,) = cut(numels, sum(numels))
+    with Runtime(late=True, library=host_library).installed(monkeypatch) as runtime:
+        weight_memory, weights = placed(runtime, numels, gap, torch.bfloat16, one_storage)
+        memory, gradients = placed(runtime, numels, gap, torch.bfloat16, one_storage)
+        mover = CudaTransfers(weights, subgroup.numel, reads_weights=True)
+        with runtime.trainer():
+            mover.begin(gradients)
+        before, between = memory.clone(), weight_memory.clone()
+
+        def moves():
+            """How many pieces of work there were, by kind."""
+            return Counter(what.split()[0] for what in {a.what for a in runtime.accesses if a.timeline != "host"})
+
+        mover.prepare(subgroup)
+        assert moves() == {name: 2 * count for name, count in moved.items()}  # gradients, and old weights
+        grads, staged = mover.addresses(subgroup)
+        for i, n in enumerate(numels):
+            for address, tensor in ((grads[i], gradients[i]), (staged[i], weights[i])):
+                staged_bytes = torch.frombuffer(bytearray(ctypes.string_at(int(address), 2 * n)), dtype=torch.uint8)
+                assert torch.equal(staged_bytes, tensor.view(torch.uint8))
+        for i, n in enumerate(numels):
+            ctypes.memset(int(staged[i]), i % 256, 2 * n)
+        mover.send(subgroup)
+        with runtime.trainer():
+            mover.end()
+            torch.cuda.current_stream().synchronize()
+        assert moves() == {name: 3 * count for name, count in moved.items()}
+        for i, weight in enumerate(weights):
+            start = weight.data_ptr() - weight_memory.data_ptr()
+            between[start : start + weight.nbytes] = i % 256
+        assert torch.equal(weight_memory, between) and torch.equal(memory, before)
+        assert not runtime.races and not runtime.faults
 
 
 def test_where_pinning_is_refused_one_warning_and_the_same_numbers(run, caplog):

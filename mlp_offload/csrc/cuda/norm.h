@@ -1,5 +1,5 @@
 // The L2 norm of many tensors, in the order in which Transformer Engine's and Apex's multi-tensor kernels add up their
-// fp32 copies; without the copies.
+// fp32 copies; without the copies, and with IEEE rounding, where those are built with fast math.
 #pragma once
 
 #include <algorithm>

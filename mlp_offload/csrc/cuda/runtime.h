@@ -60,6 +60,12 @@ void check_device(int device, Kernel* kernel) {
     throw CudaError("no CUDA device " + std::to_string(device) + "; there are " + std::to_string(count));
   }
   const OnDevice on(device);
+  int own_address = 0;
+  check(cudaDeviceGetAttribute(&own_address, cudaDevAttrCanUseHostPointerForRegisteredMem, device),
+        "cudaDeviceGetAttribute");
+  if (own_address == 0) {
+    throw CudaError("CUDA device " + std::to_string(device) + " does not reach pinned host memory by the host's address");
+  }
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
 }

@@ -1,5 +1,6 @@
 """The launcher with the real Megatron, on the CPU: each test is a run of ``python -m mlp_offload run``."""
 
+import importlib.util
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlp_offload.megatron.cpu_device import activate_in_children
+from mlp_offload.telemetry import union_seconds
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TINY = """
@@ -36,7 +38,8 @@ def run(*arguments: str, ranks: int = 0, timeout: float = 100) -> "subprocess.Co
 
 
 def records(directory: Path, rank: int = 0) -> "list[dict]":
-    return [json.loads(line) for line in (directory / f"rank{rank:04d}.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (directory / f"rank{rank:04d}.jsonl").read_text().splitlines()]
+    return [line for line in lines if "step" in line]
 
 
 def test_one_process_trains_with_offload_and_tells_its_losses(tmp_path):
@@ -48,6 +51,7 @@ def test_one_process_trains_with_offload_and_tells_its_losses(tmp_path):
         *("pretrain_gpt", *TINY.split(), "--use-distributed-optimizer", "--optimizer-offload", "mlp", *offload),
         *("--mlp-offload-subgroup-size", "3001", "--mlp-offload-host-memory", "600KiB"),
         *("--mlp-offload-telemetry", str(tmp_path / "telemetry"), "--log-params-norm"),
+        *("--tensorboard-dir", str(tmp_path / "tensorboard")),
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     norms = [float(norm) for norm in re.findall(r"params norm: ([0-9.]+)", done.stdout)]
@@ -63,6 +67,28 @@ def test_one_process_trains_with_offload_and_tells_its_losses(tmp_path):
     assert "  host_memory           600.0 KiB" in done.stdout
     assert f"  path                  {storage[1]}: " in done.stdout
     assert [list(directory.iterdir()) for directory in storage] == [[], []]
+    if importlib.util.find_spec("tensorboard"):
+        scalars_are_those_of_the_telemetry(tmp_path / "tensorboard", steps[0], storage)
+
+
+def scalars_are_those_of_the_telemetry(directory: Path, step: "dict", storage: "list[Path]") -> None:
+    """At iteration 2, the interval's end, Megatron's own writer got the one step that was complete: the first."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    ours = {tag[12:]: events.Scalars(tag) for tag in events.Tags()["scalars"] if tag.startswith("mlp-offload/")}
+    assert all([event.step for event in found] == [2] for found in ours.values())
+    values = {name: events[0].value for name, events in ours.items()}
+    assert values["step-seconds"] == pytest.approx(step["step_seconds"], abs=2e-6)
+    for phase in ("fetch", "update", "flush", "stall"):
+        assert values[f"{phase}-seconds"] == pytest.approx(step[f"{phase}_seconds"], abs=2e-6)
+    assert values["hit-rate"] == pytest.approx(step["hit_count"] / (step["hit_count"] + step["fetch_count"]))
+    for i, path in enumerate(map(str, storage)):
+        for direction, phase, moved in (("read", "fetch", "bytes_read"), ("write", "flush", "bytes_written")):
+            seconds = union_seconds((e[2], e[3]) for e in step["events"] if (e[0], e[4]) == (phase, path))
+            rate = values[f"path-{i}-{direction}-GB-per-second"]
+            assert rate == pytest.approx(step[moved][path] / seconds / 1e9, rel=0.05)
 
 
 def test_an_option_that_offload_refuses_is_told_in_one_line(tmp_path):
@@ -182,3 +208,23 @@ def test_other_python_processes_pay_nothing_and_keep_their_sitecustomize(tmp_pat
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=variables)
     assert done.stdout.split() == ["ran", str(megatron_first)], done.stderr
+
+
+@pytest.mark.full
+def test_a_signal_that_was_ignored_at_the_start_is_so_again_when_python_ends(tmp_path):
+    """A batch script asks again and again; Python gives handled signals back to the kernel, which would kill the rank."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, signal, sys\n"
+        "signal.signal(signal.SIGUSR1, lambda *ignored: None)\n"
+        "atexit.register(lambda: print('ignored', signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN))\n"
+        "sys.exit(0 if len(sys.argv) == 2 else None)\n"
+    )
+    for arguments in ([], ["exits"]):
+        for shell, ignored in (("trap '' USR1; ", True), ("", False)):
+            command = [sys.executable, "-m", "mlp_offload", "run", str(script), *arguments]
+            done = subprocess.run(
+                ["bash", "-c", f'{shell}exec "$@"', "bash", *command],
+                capture_output=True, text=True, timeout=100, env=environment(),
+            )  # fmt: skip
+            assert (done.returncode, f"ignored {ignored}" in done.stdout) == (0, True), done.stdout + done.stderr

@@ -13,7 +13,7 @@ import pytest
 from mlp_offload.errors import PathTimeoutError
 from mlp_offload.storage.engine import Engine, IoFuture
 from mlp_offload.storage.mounts import device_key
-from mlp_offload.storage.probe import MAX_BYTES, probe
+from mlp_offload.storage.probe import probe
 
 
 @pytest.fixture(params=["disk", "shm"])
@@ -34,32 +34,59 @@ def test_both_directions_are_measured_and_nothing_is_left(directory, kind, direc
     found = probe(directory, kind=kind, direct=direct)
     wall = time.monotonic() - begin
     assert found.device == device_key(directory)
-    assert 2**21 <= found.read_bytes <= found.written_bytes <= MAX_BYTES
+    assert found.read_bytes >= 2**21 and found.written_bytes >= 2**22
     assert 0 < found.seconds < wall
     assert before <= found.measured_at <= time.time()
-    # The counted part took no longer than all of it, and what was counted is at least half.
+    # What is counted was moved within the whole time.
     for rate, nbytes in (
         (found.read_bytes_per_second, found.read_bytes),
         (found.write_bytes_per_second, found.written_bytes),
     ):
-        assert rate > nbytes / 2 / found.seconds
+        assert rate > nbytes / 4 / found.seconds
     assert os.listdir(directory) == []
 
 
 @pytest.mark.parametrize(
     "block_size, max_bytes", [(4096, 4096), (2**20, 3 * 2**20 + 5), (2**23, 2**20), (2**21, 2**25)]
 )
-def test_no_more_is_written_than_asked_whatever_the_block_size(tmp_path, block_size, max_bytes):
-    found = probe(tmp_path, block_size=block_size, max_bytes=max_bytes, max_seconds=60)
-    assert (
-        found.written_bytes == found.read_bytes == max_bytes // min(block_size, max_bytes) * min(block_size, max_bytes)
-    )
+def test_no_more_room_is_taken_than_asked_whatever_the_block_size(tmp_path, monkeypatch, block_size, max_bytes):
+    ends, sizes = set(), set()
+    originals = {name: getattr(Engine, name) for name in ("read", "write")}
+
+    def seen(name):
+        def move(self, offset, address, nbytes, **settings):
+            ends.add(offset + nbytes)
+            sizes.add(nbytes)
+            return originals[name](self, offset, address, nbytes, **settings)
+
+        return move
+
+    for name in originals:
+        monkeypatch.setattr(Engine, name, seen(name))
+    probe(tmp_path, block_size=block_size, max_bytes=max_bytes, max_seconds=0.05)
+    (size,) = sizes
+    assert max(ends) <= max_bytes // size * size and size % 512 == 0
+    assert size == min(block_size, max_bytes) or (block_size < size <= 2**20 and size % block_size == 0)
 
 
 def test_time_ends_it_before_the_bytes_do(tmp_path):
     begin = time.monotonic()
     found = probe(tmp_path, max_bytes=2**30, max_seconds=0.05)
     assert found.written_bytes < 2**30 and time.monotonic() - begin < 5
+
+
+def test_reads_and_writes_are_under_way_together(tmp_path, monkeypatch):
+    """As in a step; what fills the file before is not counted."""
+    names, originals = [], {name: getattr(Engine, name) for name in ("read", "write")}
+
+    def seen(name):
+        return lambda *arguments, **settings: names.append(name) or originals[name](*arguments, **settings)
+
+    for name in originals:
+        monkeypatch.setattr(Engine, name, seen(name))
+    probe(tmp_path, max_bytes=2**25, max_seconds=0.1)
+    last_write = len(names) - 1 - names[::-1].index("write")
+    assert "read" in names[:last_write]
 
 
 def test_the_bytes_can_not_be_compressed(tmp_path, monkeypatch):
@@ -71,8 +98,8 @@ def test_the_bytes_can_not_be_compressed(tmp_path, monkeypatch):
 
     original = Engine.write
     monkeypatch.setattr(Engine, "write", write)
-    probe(tmp_path, max_bytes=2**24)
-    assert len(set(seen)) == len(seen) == 8
+    probe(tmp_path, max_bytes=2**24, max_seconds=0.05)
+    assert len(set(seen[:8])) == 8
     assert all(len(zlib.compress(block)) >= 4096 for block in seen)
 
 

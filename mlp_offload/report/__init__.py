@@ -1,0 +1,1 @@
+"""What the steps of a run say about it: numbers, a verdict, pictures. Pure; no torch."""
