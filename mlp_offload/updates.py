@@ -38,7 +38,7 @@ class AdamWork:
             in ``adam.remainder``): its master is lost when somebody else changes it.
         adopt_changes: what then happens: True = the changed weight is the new master, of the whole part of the shard
             that lies in one subgroup; False = ``WeightsChangedError``.
-        fp32_masters: fp32 weights are their own masters: whoever changes one changes its master.
+        fp32_masters: fp32 weights are their own masters: whoever changes one changes its master, and the other way round.
         gpu: where the weights are; it may update subgroups.
 
     Raises:
@@ -225,7 +225,12 @@ class AdamWork:
             ConfigError: a new ``exp_avg_sq`` is negative.
         """
         if state.remainder is None:
-            yield _arrays(state)
+            self._refresh(subgroup, state, (), self._weight)
+            arrays = _arrays(state)
+            yield arrays
+            for s in subgroup.segments:
+                if s.shard in self._own_masters:  # whoever changes such a master changes its weight
+                    self._weight(s).copy_(arrays["main_param"][s.offset : s.offset + s.numel])
             return
         sums = self._sum(subgroup)
         known = self._sums().get(subgroup.index, ~sums)

@@ -18,6 +18,9 @@ bash scripts/setup_env.sh --extra dev
 if [ $full = 0 ]; then
     exec .venv/bin/python -m pytest -m "not full" "$@"
 fi
-.venv/bin/python -m pytest "$@"
+# Both parts run; the first that fails gives the exit status.
+status=0
+.venv/bin/python -m pytest "$@" || status=$?
 bash scripts/setup_env.sh --extra dev --venv .venv-old --python 3.11 --python 3.10
-exec .venv-old/bin/python -m pytest tests/multi_rank "$@"
+.venv-old/bin/python -m pytest tests/multi_rank "$@" || status=$((status ? status : $?))
+exit $status

@@ -34,7 +34,7 @@ class AdamScalars(NamedTuple):
 
 
 def adam_scalars(
-    lr: float | torch.Tensor,
+    lr: float | torch.Tensor | None,
     betas: tuple[float | torch.Tensor, float | torch.Tensor],
     eps: float | torch.Tensor,
     weight_decay: float | torch.Tensor,
@@ -47,8 +47,12 @@ def adam_scalars(
     The gradient is widened to fp32, multiplied by `inverse_scale`, then by `clip_coefficient`: two roundings.
 
     Raises:
-        ConfigError: step is below 1.
+        ConfigError: step is below 1, or there is no learning rate.
     """
+    if lr is None:
+        raise ConfigError(
+            "Adam has no learning rate (lr=None); set lr, or let a scheduler set it before the first step"
+        )
     lr, beta1, beta2, step = float(lr), float(betas[0]), float(betas[1]), int(step)
     if step < 1:
         raise ConfigError(f"Adam step is {step}; steps count from 1")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer import optimizer as stock_module
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -20,6 +21,7 @@ from ..telemetry import StepRecord
 from ..updates import AdamWork
 from . import dp_reshardable, fully_reshardable
 from .gradients import any_non_finite, norm_inputs
+from .moments import Moments
 from .self_check import PRECISION_AWARE, megatron_version
 from .shard_states import ShardStates
 from .shards import Shard, collect_shards
@@ -75,7 +77,9 @@ class MLPDistributedOptimizer(DistributedOptimizer):
         if self.is_stub_optimizer:
             return
         for group in self.optimizer.param_groups:
-            check_adam_options(**{name: value for name, value in group.items() if name != "params"})
+            # lr is None where OptimizerConfig has none: it must be in the groups by the first step
+            options = {name: value for name, value in group.items() if name != "params" and value is not None}
+            check_adam_options(**options)
         self.optimizer = Inner(self.optimizer, self._step_state)
         self.shards = collect_shards(self)
         self._index_of_view = {id(shard.view): index for index, shard in enumerate(self.shards)}
@@ -98,6 +102,9 @@ class MLPDistributedOptimizer(DistributedOptimizer):
             kernel, weights, largest.numel, largest.main_itemsize, fp32_masters=True, gpu=pipeline.tiers.device
         )
         self._states = ShardStates(pipeline, space, self._work)
+        self.optimizer.state = Moments(
+            self.shards, self._states, lambda index: self.step_count > 0 or index in self._states.replaced
+        )
 
     def fill(self, subgroup: Subgroup, view: StateView) -> None:
         """Write the first ``main_param`` of a subgroup: the model's weights, widened."""
@@ -286,11 +293,13 @@ class MLPDistributedOptimizer(DistributedOptimizer):
         """Param groups with ``step``, and the grad scaler: the keys that stock with a fused Adam saves.
 
         ``bias_correction`` is what FusedAdam of Transformer Engine and Apex reads in every group; where this process has
-        neither, its groups came from torch's AdamW, which has no such key.
+        neither, its groups came from torch's AdamW, which has no such key. And only there is ``step`` needed before the
+        first step: with FusedAdam, Megatron compares the steps of chained optimizers that have one.
         """
+        counted = self.step_count > 0 or not distrib_optimizer.HAVE_APEX_OR_TE
+        step = {"step": self.step_count} if counted else {}
         groups = [
-            {"bias_correction": True, **{key: value for key, value in group.items() if key != "params"}}
-            | {"step": self.step_count}
+            {"bias_correction": True, **{key: value for key, value in group.items() if key != "params"}} | step
             for group in self.param_groups
         ]
         state_dict: "dict[str, Any]" = {"optimizer": {"param_groups": groups}}
@@ -330,7 +339,10 @@ class MLPDistributedOptimizer(DistributedOptimizer):
                 alike.pop(0)
             kept = {"params": group["params"], "is_expert_parallel": group.get("is_expert_parallel", False)}
             group.update(found | kept)
-            group["step"] = max(steps, default=0)
+            if steps:
+                group["step"] = max(steps)
+            else:
+                group.pop("step", None)
         if self.grad_scaler and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
         if "param_state_sharding_type" in state_dict and not self.is_stub_optimizer:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import megatron.core.optimizer as factory_module
 import torch
@@ -82,10 +83,20 @@ class ParamsNorm(_Replacement):
 
 
 class _Resources:
-    """What the optimizers of one build share; given back by ``close``, when the last one goes, or at exit."""
+    """What the optimizers of one build share; given back by ``close``, when the last one goes, or at exit.
+
+    Attributes:
+        name: tells apart the builds of this process that have not been closed, as of an actor and a critic.
+    """
+
+    _names_in_use: "ClassVar[set[str]]" = set()
 
     def __init__(self) -> None:
+        names = itertools.chain(["optimizer"], (f"optimizer{number}" for number in itertools.count(2)))
+        self.name = next(name for name in names if name not in self._names_in_use)
+        self._names_in_use.add(self.name)
         self.stack = ExitStack()
+        self.stack.callback(self._names_in_use.discard, self.name)
         self.close = weakref.finalize(self, self.stack.close)
 
 
@@ -226,6 +237,7 @@ def _start(config: OffloadConfig, parts: "list[MLPDistributedOptimizer]") -> Non
                 config,
                 spaces={name: [shard.numel for shard in part.shards] for name, part in spaces.items()},
                 rank=context,
+                name=resources.name,
                 reserved_bytes=staging,
                 pin=pin_memory if weights[0].is_cuda else None,
                 on_progress=show,

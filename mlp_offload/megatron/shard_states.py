@@ -37,6 +37,7 @@ class ShardStates:
         self._pid = os.getpid()
         self._kept: "tuple[int, dict[str, torch.Tensor]] | None" = None
         self._staged: "dict[int, Mapping[str, torch.Tensor]]" = {}
+        self.replaced: "set[int]" = set()  # shards whose state was set from outside, by a checkpoint or by hand
 
     def pieces_of(self, shard: int) -> "Sequence[tuple[Subgroup, Segment]]":
         """Where a shard lies, in order."""
@@ -89,6 +90,7 @@ class ShardStates:
             with modified as view, self._work.edit(subgroup, view) as arrays:
                 for stored in by_subgroup[subgroup.index]:
                     stored.load(arrays)
+        self.replaced.update(self._pieces)
 
     def read(self, shard: int) -> "dict[str, torch.Tensor]":
         """Copies of the shard's fp32 state on the host, flat, by Megatron's names."""
@@ -113,6 +115,7 @@ class ShardStates:
                     "the fully_reshardable format"
                 )
         self._staged[shard] = tensors
+        self.replaced.add(shard)
 
     def flush(self) -> None:
         """Write everything staged, one subgroup at a time."""

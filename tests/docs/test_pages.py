@@ -62,7 +62,7 @@ def test_the_commands_of_the_tuning_guide_run(tmp_path):
 import torch
 from mlp_offload import OffloadedAdamW
 model = torch.nn.Linear(256, 256)
-optimizer = OffloadedAdamW(model.parameters(), paths=["."], host_memory="200KiB", subgroup_size=8192, telemetry="t")
+optimizer = OffloadedAdamW(model.parameters(), paths=["."], host_memory="400KiB", subgroup_size=8192, telemetry="t")
 for _ in range(4):
     model(torch.randn(8, 256)).square().mean().backward()
     optimizer.step()

@@ -86,6 +86,24 @@ def test_groups_of_a_fused_adam_are_kept_and_their_step_may_be_a_tensor(results)
     assert all({"bias_correction", "step"} <= set(keys) for keys in rank["ours"]["keys"])
 
 
+def test_moments_can_be_read_and_set_where_torch_has_them(results):
+    (rank,) = results(1)["moments by hand"]
+    assert rank["ours"] == rank["stock"]
+    assert rank["ours"]["counts"][0] == 0 < rank["ours"]["counts"][1]
+
+
+@pytest.mark.parametrize(("process_count", "name"), _of_kind("set_state"))
+def test_state_that_does_not_belong_to_the_weights_has_the_effect_of_stock(results, process_count, name):
+    (rank,) = results(process_count)[name]
+    assert rank["ours"] == rank["stock"]
+
+
+def test_two_optimizers_of_one_process_do_not_meet(results):
+    (rank,) = results(1)["two at once"]
+    assert rank["ours"] == rank["stock"]
+    assert rank["ours"][0] != rank["ours"][1]
+
+
 def test_fp32_weights_are_their_own_masters(results):
     (rank,) = results(1)["touched, fp32"]
     assert rank["ours"] == rank["stock"]

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -20,7 +21,8 @@ if importlib.util.find_spec("megatron.training") is None:
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAVE_INTERVAL = 4
-LIMIT_SECONDS = 200
+LIMIT_SECONDS = 200  # to start, and for a few iterations, on a busy machine
+ITERATION_LIMIT_SECONDS = 2
 PHASES = ("training", "flush", "save")
 # No dropout: on the CPU it draws from the generator that a new data loader also draws from, so that a resumed run has
 # other masks, with stock Megatron too.
@@ -34,15 +36,19 @@ ARGUMENTS = """
 
 
 class Run:
-    """A place with two paths and a checkpoint directory, where a training is started again and again."""
+    """A place with two paths and a checkpoint directory, where a training is started again and again.
 
-    def __init__(self, directory: Path, iterations: int):
-        self.directory, self.paths = directory, [directory / "a", directory / "b"]
+    Args:
+        options: more flags of Megatron's, for every life.
+    """
+
+    def __init__(self, directory: Path, iterations: int, options: "Sequence[str]" = ()):
+        self.options, self.directory, self.paths = options, directory, [directory / "a", directory / "b"]
         self.saved, self.iterations, self.life = directory / "saved", iterations, 0
         for path in self.paths:
             path.mkdir(parents=True)
 
-    def start(self) -> "subprocess.Popen[bytes]":
+    def start(self, *options: str) -> "subprocess.Popen[bytes]":
         self.life, self.started = self.life + 1, time.time()
         self.log, self.record = self.directory / f"log{self.life}", self.directory / f"record{self.life}"
         script = str(REPOSITORY / "scripts" / "recorded_gpt.py")
@@ -53,7 +59,7 @@ class Run:
             *("--save", str(self.saved), "--load", str(self.saved), "--save-interval", str(SAVE_INTERVAL)),
             *("--data-cache-path", str(self.directory / "cache")),
             *(word for path in self.paths for word in ("--mlp-offload-path", str(path))),
-            *("--mlp-offload-job", "kills"),
+            *("--mlp-offload-job", "kills", *self.options, *options),
         ]
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         with open(self.log, "wb") as log:
@@ -77,11 +83,11 @@ class Run:
             (int(file.parent.name.removeprefix("iter_")) for file in self.saved.glob("iter_*/*.distcp")), default=0
         )
 
-    def finish(self) -> "list[list[dict]]":
-        """Let a life go on to the end; what it recorded on each rank."""
-        process = self.start()
+    def finish(self, *options: str) -> "list[list[dict]]":
+        """Let a life go on to the end, or to where ``options`` end it; what it recorded on each rank."""
+        process = self.start(*options)
         try:
-            status = process.wait(LIMIT_SECONDS)
+            status = process.wait(limit_seconds(1, self.iterations))
         finally:
             kill_all_of(process, [])
         assert status == 0, self.log.read_text()[-6000:]
@@ -123,6 +129,11 @@ class Run:
     def files(self) -> "set[str]":
         """All files below the checkpoint directory."""
         return {str(file.relative_to(self.saved)) for file in self.saved.rglob("*") if file.is_file()}
+
+
+def limit_seconds(lives: int, iterations: int) -> int:
+    """For ``lives`` that make ``iterations`` together."""
+    return lives * LIMIT_SECONDS + iterations * ITERATION_LIMIT_SECONDS
 
 
 def exact(lines: "list[dict]") -> "list[list]":
@@ -179,14 +190,34 @@ def check_kills(directory: Path, iterations: int, phases: "list[str]") -> int:
     return incomplete
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(limit_seconds(5, 2 * 20))
 def test_a_run_killed_in_each_phase_goes_on_with_the_bits_of_an_uninterrupted_one(tmp_path):
     assert check_kills(tmp_path, 20, ["save", "training", "flush"]) > 0
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(limit_seconds(22, 2 * 200))
 def test_a_run_killed_twenty_times_goes_on_with_the_bits_of_an_uninterrupted_one(tmp_path):
     chance = random.Random(2)
     phases = [*PHASES, *(chance.choice(PHASES) for _ in range(17))]
     assert check_kills(tmp_path, 200, phases) >= 3
+
+
+@pytest.mark.full
+@pytest.mark.timeout(limit_seconds(3, 2 * 20))
+def test_a_run_that_saves_in_the_background_goes_on_with_the_bits_of_an_uninterrupted_one(tmp_path):
+    uninterrupted = Run(tmp_path / "whole", 20).finish()
+    background = ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
+    run = Run(tmp_path / "background", 20, background)
+    first = run.finish("--exit-interval", "10")
+    log = run.log.read_text()
+    assert "not written in the background" not in log, log[-6000:]
+    assert [log.count(f"async checkpoint save at iteration {iteration:7d}") for iteration in (4, 8, 10)] == [1, 1, 1]
+    assert run.last_complete() == 10
+    second = run.finish()
+    for rank in range(2):
+        assert second[rank][0]["iteration"] == 10
+        assert exact(first[rank][1:] + second[rank][1:]) == exact(uninterrupted[rank][1:])
+        assert second[rank][-1]["parameters_sha256"] == uninterrupted[rank][-1]["parameters_sha256"]
+    assert run.last_complete() == 20
+    assert not any(file.is_file() for path in run.paths for file in path.rglob("*"))

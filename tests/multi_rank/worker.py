@@ -110,6 +110,7 @@ def fused_adam(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[s
     layout, result = Layout(**scenario["layout"]), {}
     for kind in ("stock", "ours"):
         with megatron_with_fused_adam(), training(kind, layout, offload) as run:
+            fresh = [sorted(group) for group in run.optimizer.state_dict()["optimizer"]["param_groups"]]
             train(run, [0, 1])
             saved = run.optimizer.state_dict()
             groups = saved["optimizer"]["param_groups"]
@@ -120,7 +121,64 @@ def fused_adam(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[s
                 for group in run.optimizer.param_groups:
                     group["step"] = 0
                 run.optimizer.load_state_dict(saved)
-            result[kind] = outcome(run, train(run, [2, 3])) | {"keys": keys}
+            result[kind] = outcome(run, train(run, [2, 3])) | {"fresh": fresh, "keys": keys}
+    return result
+
+
+def moments(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
+    """``optimizer.state`` before and after steps, and after another moment is put there; the learning rate is set in the groups only."""
+    layout, result = Layout(**scenario["layout"]), {}
+    for kind in ("stock", "ours"):
+        with megatron_with_fused_adam(), training(kind, layout, offload) as run:
+            (part,) = run.optimizer.chained_optimizers
+            counts = [len(part.state)]
+            for group in part.param_groups:
+                group["lr"] = 1e-2
+            train(run, [0, 1])
+            counts.append(len(part.state))
+            views = [view for group in part.param_groups for view in group["params"]]
+            read = [
+                part.state[view][name].double().sum().item() for view in views for name in ("exp_avg", "exp_avg_sq")
+            ]
+            for view in views:
+                part.state[view]["exp_avg"] = part.state[view]["exp_avg"] * 3
+            result[kind] = outcome(run, train(run, [2, 3])) | {
+                "counts": counts,
+                "keys": sorted({key for moments in part.state.values() for key in moments}),
+                "sums": read,
+            }
+    return result
+
+
+def set_state(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
+    """Other state than belongs to the weights, as when a checkpoint's optimizer state is loaded without its model."""
+    layout, result = Layout(**scenario["layout"]), {}
+    for kind in ("stock", "ours"):
+        with training(kind, layout, offload) as run:
+            train(run, [0])
+            (part,) = run.optimizer.chained_optimizers
+            for param in part.model_param_group_index_map:
+                tensors = part._get_main_param_and_optimizer_states(param)
+                with torch.no_grad():
+                    part._set_main_param_and_optimizer_states(param, tensors | {"param": tensors["param"] * 1.01})
+            at_once = outcome(run, [])
+            result[kind] = [at_once, outcome(run, train(run, [1, 2]))]
+    return result
+
+
+def two(scenario: "dict[str, Any]", offload: "dict[str, Any]") -> "dict[str, Any]":
+    """Two models with an optimizer each in one process, stepped in turn."""
+    layout, result = Layout(**scenario["layout"]), {}
+    for kind in ("stock", "ours"):
+        with training(kind, layout, offload) as run:
+            other = Training(layout, factory_module.get_megatron_optimizer)
+            steps: "tuple[list[Any], list[Any]]" = ([], [])
+            for number in range(3):
+                steps[0].extend(train(run, [number]))
+                steps[1].extend(train(other, [number + 1]))
+            result[kind] = [outcome(run, steps[0]), outcome(other, steps[1])]
+            for part in other.optimizer.chained_optimizers if kind == "ours" else ():
+                part.close()
     return result
 
 
@@ -277,6 +335,7 @@ SCENARIO_KINDS = {
     "background": background,
     "compare": compare,
     "fused_adam": fused_adam,
+    "moments": moments,
     "patched": patched,
     "reload": reload,
     "resume": resume,
@@ -284,7 +343,9 @@ SCENARIO_KINDS = {
     "load": functools.partial(resharding.load, training),
     "failing": functools.partial(resharding.failing, training),
     "memory": functools.partial(memory_use.memory, training),
+    "set_state": set_state,
     "touched": touched,
+    "two": two,
     "unhooked": unhooked,
 }
 

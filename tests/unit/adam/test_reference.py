@@ -98,6 +98,11 @@ def test_options_that_are_not_computed_are_refused_by_name(option):
         check_adam_options(**option)
 
 
+def test_a_step_without_a_learning_rate_is_refused():
+    with pytest.raises(ConfigError, match="learning rate"):
+        adam_scalars(lr=None, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, step=1)
+
+
 def test_options_of_torch_adamw_pass():
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.0), fused=True)
     check_adam_options(**optimizer.param_groups[0])
