@@ -50,7 +50,8 @@ if [ $dry_run = 1 ]; then exit 0; fi
 mkdir -p "$directory"
 rm -f "$directory"/mlp_offload-*.whl # of an earlier version, which pip could take
 "${wheel[@]}"
-version=$("$python" setup.py --version 2>/dev/null | tail -n 1)
+ours=$(basename "$directory"/mlp_offload-*.whl)
+version=$(cut -d- -f2 <<<"$ours")
 printf '%s\n' "mlp-offload[$extra]==$version" "${wanted[@]}" >"$directory/requirements.txt"
 echo "$(find "$directory" -name '*.whl' | wc -l) wheels, $(du -sh "$directory" | cut -f1). On each node, or once on a shared file system:"
 echo "  python3 -m venv VENV && VENV/bin/pip install --no-index --find-links $directory -r $directory/requirements.txt"

@@ -90,7 +90,7 @@ DETERMINISTIC = """
 
 
 class Failed(Exception):
-    """A part failed; the message is its reason."""
+    """Why a part failed."""
 
 
 class Skipped(Exception):
@@ -118,6 +118,7 @@ def main() -> int:
         parser.error(f"--parts: {', '.join(unknown)} unknown; choose from {', '.join(PARTS)}")
     if options.fetch_wheels:
         return fetch_wheels(options.wheels)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what a part has started ends, too
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
         return Check(options.device, options.wheels, Path(scratch), options.patience).run(parts, options.commit)
 
@@ -132,14 +133,11 @@ def fetch_wheels(directory: Path) -> int:
     wheels = list(directory.glob("*.whl"))
     nbytes = sum(wheel.stat().st_size for wheel in wheels)
     print(f"gpu_check: {len(wheels)} wheels, {nbytes / 1e6:.1f} MB in {directory}")
-    if nbytes > MOST_WHEEL_BYTES:
-        print(f"gpu_check: that is more than {MOST_WHEEL_BYTES >> 20} MiB", file=sys.stderr)
-        return 1
-    return 0
+    return 0 if nbytes <= MOST_WHEEL_BYTES else sys.exit("gpu_check: that is more than 64 MiB")
 
 
 class Check:
-    """One run of the parts; ``result`` is what the JSON says."""
+    """One run of the parts."""
 
     def __init__(self, device: str, wheels: Path, scratch: Path, patience: float = 1.0):
         self.device, self.wheels, self.scratch, self.patience = device, wheels, scratch, patience

@@ -78,14 +78,13 @@ def _room(facts: "PathFacts") -> "Iterator[Finding]":
 
 
 def _left_over(directory: Path) -> "Iterator[Finding]":
-    from ..storage.jobdir import left_over
+    from ..storage.leftovers import DEAD, find
 
-    nbytes, jobs = left_over(directory)
-    if jobs:
-        found = f"{format_bytes(nbytes)} of dead jobs of this node: {', '.join(jobs)}"
-        yield Finding(
-            str(directory), "left over", NOTE, found, f"mlp-offload clean {directory} (the next run does it, too)"
-        )
+    dead = [leftover for leftover in find([directory.resolve()]) if leftover.verdict == DEAD]
+    if dead:
+        jobs = ", ".join(sorted({leftover.job for leftover in dead}))
+        found = f"{format_bytes(sum(leftover.nbytes for leftover in dead))} of dead jobs: {jobs}"
+        yield Finding(str(directory), "left over", NOTE, found, f"mlp-offload clean {directory}")
 
 
 def _state_file(directory: Path, engine: str) -> "Iterator[Finding]":

@@ -268,6 +268,7 @@ def _assumed(need: Need, prediction: "Prediction | None", rates: Rates, options:
         f"activations: an estimate ({FORMULA}), {'without' if training.flash_attention else 'with'} attention scores in memory",
         f"{format_bytes(machine.gpu_reserve)} of each GPU and {format_bytes(machine.host_reserve)} of a node's memory for each rank are "
         "kept for what no formula counts (--gpu-reserve, --host-reserve)",
+        "every rank of a node is taken to be as full as the fullest",
         "weights are twice on the GPU while Megatron copies them into its own buffer at start-up",
     ]
     if need.job.offload is None:

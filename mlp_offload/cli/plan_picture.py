@@ -81,25 +81,28 @@ def _node(need: Need) -> "tuple[dict[str, dict[str, float]], dict[str, float | N
 
 
 def _bars(axes: Any, bars: "dict[str, dict[str, float]]", limits: "dict[str, float | None]") -> None:
-    """Stacked bars in GiB; a line across each where its room ends."""
+    """Stacked bars in GiB; a line across each where its room ends, unless that is far above all bars."""
     labelled = set()
-    highest = 0.0
+    tops = {name: sum(parts.values()) / GIB for name, parts in bars.items()}
+    near = {name: limit / GIB for name, limit in limits.items() if limit and limit / GIB <= 2 * max(tops.values())}
+    highest = max([*tops.values(), *near.values()])
     for position, (name, parts) in enumerate(bars.items()):
         bottom = 0.0
         for part, nbytes in parts.items():
-            height = nbytes / GIB
-            if not height:
-                continue
-            axes.bar(position, height, 0.6, bottom, color=_COLOURS[part], label=part if part not in labelled else None)
-            labelled.add(part)
-            bottom += height
+            if nbytes:
+                label = part if part not in labelled else None
+                axes.bar(position, nbytes / GIB, 0.6, bottom, color=_COLOURS[part], label=label)
+                labelled.add(part)
+                bottom += nbytes / GIB
         limit = limits[name]
-        axes.annotate(f"{bottom:,.0f}", (position, bottom), ha="center", va="bottom", fontsize=9)
-        highest = max(highest, bottom, (limit or 0) / GIB)
-        if limit is not None:
+        text = f"{bottom:,.0f}" if limit is None else f"{bottom:,.0f} of {limit / GIB:,.0f}"
+        above = near.get(name, 0.0)
+        height = above if 0 <= above - bottom < 0.08 * highest else bottom  # not across the line
+        axes.annotate(text, (position, height), (0, 2), textcoords="offset points", ha="center", fontsize=9)
+        if name in near:
             label = None if "there is" in labelled else "there is"
             labelled.add("there is")
-            axes.hlines(limit / GIB, position - 0.42, position + 0.42, colors="black", linestyles="--", label=label)
+            axes.hlines(above, position - 0.42, position + 0.42, colors="black", linestyles="--", label=label)
     axes.set_xticks(range(len(bars)), list(bars))
     axes.set_ylabel("GiB")
     axes.set_ylim(0, highest * 1.35)  # room for the legend

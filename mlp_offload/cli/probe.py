@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import os
 import shlex
 import statistics
 import sys
@@ -148,7 +149,7 @@ def _probe(options: argparse.Namespace) -> int:
     settings = [[_settings(config, path) for config in configs] for path in paths]
 
     cases = plan(len(paths), process_count, len(blocks))
-    begin = time.monotonic()
+    begin, load = time.monotonic(), os.getloadavg()[0]
     with ExitStack() as undo:
         for device in sorted({fact.device for fact in facts}):
             undo.enter_context(measuring(device))
@@ -168,11 +169,17 @@ def _probe(options: argparse.Namespace) -> int:
     if options.json:
         items = {"paths": told, "measurements": [asdict(row) for row in rows], "flags": flags}
         items |= {"shared_devices": [{"device": device, "directories": on_it} for device, on_it in shared]}
-        output.print_json(items | {"kept": not options.no_cache, "seconds": time.monotonic() - begin})
+        items |= {"kept": not options.no_cache, "seconds": time.monotonic() - begin, "load_before": load}
+        output.print_json(items)
         return 0
     _show(told, rows, shared)
-    print("\nFor a run (both directions at once, all paths together" + f", {process_count} processes):")
+    together = f"{process_count} process{'es' if process_count > 1 else ''}"
+    print(f"\nFor a run (both directions at once, all paths together, {together}):")
     print("\n".join(f"  {line}" for line in flags))
+    if load > (os.cpu_count() or 1):
+        print(
+            "Other work took the cores when this began (see uptime): paths may look slower than they are: measure again without it."
+        )
     if not options.no_cache:
         print(
             "A run without read= and write= finds what one process got, for a week, where its engine settings are these."

@@ -15,7 +15,6 @@ from ..report import draw
 from ..report.analysis import Report, analyze
 from ..report.numbers import StepNumbers
 from ..report.verdict import judge
-from ..simulator import SimulatedPath, simulate
 from ..telemetry import StepRecord, read_line
 from ..trace import chrome_trace, write_trace
 from ..units import parse_bytes
@@ -113,6 +112,8 @@ def add_command(commands: Any) -> None:
 
 
 def _execute(options: argparse.Namespace) -> int:
+    from ..simulator import simulate  # needs the native module, which `doctor` does without
+
     for file in filter(None, (options.png, options.trace)):
         if not file.absolute().parent.is_dir():
             raise ConfigError(f"{file}: there is no directory {file.absolute().parent}; make it first")
@@ -167,6 +168,8 @@ def _inputs(options: argparse.Namespace) -> "dict[str, Any]":
     Raises:
         ConfigError: one is missing or cannot be read.
     """
+    from ..simulator import SimulatedPath  # needs the native module, which `doctor` does without
+
     inputs: "dict[str, Any]" = {
         "paths": [],
         "subgroup_size": OffloadConfig().subgroup_size,
@@ -197,6 +200,8 @@ def _inputs(options: argparse.Namespace) -> "dict[str, Any]":
 
 def _planned(file: Path) -> "dict[str, Any]":
     """What stands under ``simulate`` in the JSON of a plan: arguments of ``simulator.simulate``, paths as objects."""
+    from ..simulator import SimulatedPath, simulate  # needs the native module, which `doctor` does without
+
     try:
         items = json.loads(file.read_text(encoding="utf-8"))
         inputs = dict(items["simulate"])

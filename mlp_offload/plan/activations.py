@@ -8,7 +8,7 @@ kernels need for a moment, is not in it.
 from __future__ import annotations
 
 from .megatron_flags import Training
-from .model import Layout, Model, Stage, layers_of_chunk
+from .model import Layout, Model, Stage
 
 FORMULA = "Korthikanti et al. 2022 (arXiv 2205.05198), table 2, term by term"
 
@@ -82,7 +82,6 @@ def _in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
 
 
 def stages_to_look_at(model: Model, layout: Layout) -> "tuple[int, ...]":
-    """The stages among which is the one that needs most: those in the middle are alike, and the earlier holds more."""
+    """The stages among which is the one that needs most: without experts those in the middle are alike, and the earlier holds more."""
     last = layout.pp - 1
-    layers_of_chunk(model.num_layers, layout, 0)
-    return tuple(sorted({0, min(1, last), last}))
+    return tuple(range(layout.pp)) if model.moe_layers else tuple(sorted({0, min(1, last), last}))

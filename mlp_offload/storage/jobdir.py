@@ -267,21 +267,6 @@ def _reclaim_stale(path: Path, job: str) -> int:
     return reclaimed_bytes
 
 
-def left_over(directory: Path) -> "tuple[int, list[str]]":
-    """(bytes, names of jobs) of state files on a path that this user's dead processes on this host left; all stay."""
-    pattern = re.compile(re.escape(host_name()) + r"-rank\d+-[A-Za-z0-9._-]+\.state")
-    total, jobs = 0, []
-    for job_directory in _private_job_directories(directory):
-        with suppress(OSError):  # another process removes it at this moment
-            for file in [file for file in job_directory.iterdir() if pattern.fullmatch(file.name)]:
-                lock = NodeLock.acquire(str(file), {"pid": os.getpid(), "state_file": str(file)})
-                if lock is not None:
-                    total += file.lstat().st_blocks * 512 if file.exists() else 0
-                    lock.release()
-                    jobs.append(job_directory.name.removeprefix(JOB_PREFIX))
-    return total, sorted(set(jobs))
-
-
 def _private_job_directories(parent: Path) -> "list[Path]":
     """Job directories on a path that are ours alone, sorted."""
     ours = []

@@ -13,9 +13,10 @@ CODE = """
 import torch
 from mlp_offload import OffloadedAdamW
 weight = torch.nn.Parameter(torch.ones(100_000))
-with OffloadedAdamW([weight], lr=1e-3, paths=["."], host_memory="1MiB", subgroup_size=16384) as optimizer:
-    weight.grad = torch.ones_like(weight)
-    optimizer.step()
+optimizer = OffloadedAdamW([weight], lr=1e-3, paths=["."], host_memory="1MiB", subgroup_size=16384)
+weight.grad = torch.ones_like(weight)
+optimizer.step()
+optimizer.close()
 print("stepped", float(weight.detach()[0]) < 1)
 """
 
@@ -49,7 +50,7 @@ def test_wrong_arguments_are_refused(tmp_path, arguments, message):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2400)
 def test_all_of_it_installs_and_trains_without_a_network(tmp_path):
     python = shutil.which("python3.11")  # whose torch is the smaller one
     if python is None:
@@ -58,7 +59,7 @@ def test_all_of_it_installs_and_trains_without_a_network(tmp_path):
     if subprocess.run(probe, capture_output=True).returncode != 0:
         pytest.skip("no network namespaces here (unshare --net)")
     wheels, venv = tmp_path / "wheels", tmp_path / "venv"
-    done = build_wheels("--python", python, wheels, timeout=900)
+    done = build_wheels("--python", python, wheels, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     subprocess.run([python, "-m", "venv", venv], check=True, timeout=60)
     offline = [*probe[:-1], "env", "-i", "PATH=/usr/bin:/bin", f"HOME={tmp_path}"]

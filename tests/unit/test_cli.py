@@ -28,6 +28,13 @@ def test_help_shows_a_command_line_to_copy(capsys):
         assert "--mlp-offload-path /nvme/scratch --mlp-offload-path /lustre/me/scratch" in output
 
 
+def test_the_command_line_needs_neither_torch_nor_the_native_module():
+    blocked = "import sys; sys.modules['torch'] = sys.modules['numpy'] = sys.modules['mlp_offload._native'] = None\n"
+    code = blocked + "from mlp_offload.cli.main import main; sys.exit(main(['--help']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_without_a_command_it_shows_the_help_and_fails(capsys):
     status, output, error = told(capsys)
     assert (status, output) == (2, "")

@@ -153,6 +153,12 @@ def test_the_first_stage_of_a_pipeline_holds_most_micro_batches():
     assert alone.activations == 4 * checkpoint + one + 4 * 2048 * 8
 
 
+def test_the_fullest_stage_is_found_wherever_the_experts_are():
+    experts = "--num-experts 8 --expert-model-parallel-size 4 --moe-layer-freq ([0]*2+[1]*1+[0]*1) --pipeline-model-parallel-size 4"
+    need = needs_of(job_of(experts), Machine(4, 4, paths=(DISK,)))
+    assert need.gpu.stage == 2 and need.shard_numels == (-(-(4 * 512**2 + 1024 + 8 * 512) // 4), 2 * 8 * 512**2)
+
+
 def test_paths_hold_what_host_memory_does_not_and_spare_slots():
     more = "--mlp-offload-subgroup-size 65536 --mlp-offload-host-memory 8MiB"
     need = needs_of(job_of(more), Machine(1, 2, paths=(DISK, replace(DISK, directory="pfs", write=10**9))))
