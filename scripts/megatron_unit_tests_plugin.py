@@ -119,6 +119,13 @@ def pytest_collection_modifyitems(items: "list[pytest.Item]") -> None:
     items[:] = [item for item in items if item.nodeid not in done]
 
 
+def pytest_collection_finish() -> None:
+    """Some tests count on an earlier one for the process group; after a restart there is none."""
+    from tests.unit_tests.test_utilities import Utils
+
+    Utils.initialize_distributed()
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     _phases.setdefault(report.nodeid, []).append(report)
     if report.failed:  # told before the teardown, which may wait for ranks that wait for this one

@@ -11,6 +11,7 @@ from typing import Any
 import extras as extras_module
 import torch
 import torch.distributed as dist
+from groups import destroy_groups
 from megatron.core import dist_checkpointing, num_microbatches_calculator
 from megatron.core import parallel_state as ps
 from megatron.core.distributed import (
@@ -69,6 +70,7 @@ class Layout:
     def initialize(self) -> None:
         """(Re)make Megatron's process groups."""
         ps.destroy_model_parallel()
+        destroy_groups()
         ps.initialize_model_parallel(
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
