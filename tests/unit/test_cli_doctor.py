@@ -135,7 +135,14 @@ def test_without_the_native_module_it_works_and_says_what_to_build(tmp_path):
     )
     (tmp_path / "torch.py").write_text("raise ImportError('not looked at here')")
     (tmp_path / "path").mkdir()
-    command = [sys.executable, "-m", "mlp_offload", "doctor", "--json", "path"]
+    # An editable install would find the module that it has built.
+    program = """
+import runpy, sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")]
+sys.argv = ["mlp-offload", "doctor", "--json", "path"]
+runpy.run_module("mlp_offload", run_name="__main__")
+"""
+    command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": ""})
     assert done.returncode == 1, done.stderr
     found = by_subject(json.loads(done.stdout)["findings"])
