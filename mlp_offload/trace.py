@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from .errors import OffloadError
-from .telemetry import Event, StepRecord
+from .telemetry import GPU, Event, StepRecord
 
 _DIRECTIONS = {"fetch": "read", "flush": "write"}
-_ON_GPU = "cuda"  # the path of update events on the GPU
 
 
 def chrome_trace(records: Sequence[StepRecord], name: str, rank: int = 0) -> "dict[str, Any]":
@@ -69,7 +68,7 @@ def write_trace(file: "str | os.PathLike[str]", trace: "dict[str, Any]") -> None
 def _track(event: Event) -> str:
     if event.phase in _DIRECTIONS:
         return f"{event.path} {_DIRECTIONS[event.phase]}"
-    return f"{event.phase} on the GPU" if event.path == _ON_GPU else event.phase
+    return f"{event.phase} on the GPU" if event.path == GPU else event.phase
 
 
 def _starts(records: Sequence[StepRecord]) -> "list[float]":
