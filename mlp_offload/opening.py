@@ -13,13 +13,14 @@ from .errors import OffloadError, PathTimeoutError
 from .plan.devices import choose_device_residents
 from .plan.placement import RECORD_ALIGNMENT, Residency, choose_residents, place, snapshot_slots, weights_a_slot
 from .plan.subgroups import Subgroup
+from .ranks import RankContext
 from .rates import PathRates, first_rates
 from .records import DeviceTier
 from .storage.buffers import BufferPool
 from .storage.jobdir import ScratchFile, check_directories, job_name
 from .storage.memory import available_memory_bytes
 from .storage.statefile import StateFile, free_bytes
-from .tiers import Entry, RankContext, Tiers, round_up
+from .tiers import Entry, Tiers, round_up
 
 
 class Gpu(Protocol):

@@ -18,9 +18,9 @@ from .device_updates import gpu_for_updates
 from .errors import ConfigError
 from .pipeline import StepPipeline
 from .plan.subgroups import Segment
+from .ranks import RankContext, rank_context
 from .startup import describe, header
 from .telemetry import StepRecord
-from .tiers import RankContext
 from .transfers import pin_memory, staging_bytes
 from .updates import AdamWork, main_itemsize
 
@@ -44,7 +44,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         lr, betas, eps, weight_decay: as there; they can differ by group and change between steps.
         config: the options; or give single ones by name (``paths=[...]``, ``host_memory="64GiB"``, ...).
         name: tells two optimizers of one process apart on the same path.
-        rank: place among the processes of this node; None = from torchrun's environment.
+        rank: place among the processes of this node; None = as torchrun's or srun's variables say.
         on_progress: called with (bytes written, bytes in all) while the state is written at start-up.
 
     Raises:
@@ -75,7 +75,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._params: "list[torch.Tensor]" = [p for group in self.param_groups for p in group["params"]]
         self._numels = [p.numel() for p in self._params]
         weights = self._flat_weights()
-        rank = rank or _rank_from_torchrun()
+        rank = rank or rank_context(os.environ)
         self._steps = [0] * len(self._params)
         self._versions = [p._version for p in self._params]
         self._subgroup_numel = min(config.subgroup_size, max(1, sum(self._numels)))
@@ -280,13 +280,6 @@ def _close(pipeline: "StepPipeline | None", kernel: AdamKernel) -> None:
     if pipeline is not None:
         pipeline.close()
     kernel.close()
-
-
-def _rank_from_torchrun() -> RankContext:
-    values = [
-        int(os.environ.get(key, default)) for key, default in (("RANK", 0), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
-    ]
-    return RankContext(*values)
 
 
 def _flat_gradient(p: torch.Tensor) -> "torch.Tensor | None":

@@ -26,10 +26,11 @@ from .errors import OffloadError
 from .opening import Gpu, fill_slots, open_tiers
 from .plan.schedule import Row, StepPlan, plan_step
 from .plan.subgroups import Subgroup, cut
+from .ranks import RankContext
 from .records import DeviceFuture, DeviceRecord, StateView
 from .storage.buffers import Lease
 from .telemetry import GPU, StepLog, StepRecord
-from .tiers import Flight, RankContext, Tiers, Where
+from .tiers import Flight, Tiers, Where
 
 
 class SubgroupWork(Protocol):

@@ -16,10 +16,11 @@ from .opening import spend_memory
 from .pipeline import StepPipeline
 from .plan.placement import place
 from .plan.subgroups import Subgroup
+from .ranks import RankContext
 from .rates import PathRates
 from .storage.statefile import StateFile
 from .telemetry import StepRecord
-from .tiers import Entry, RankContext, Tiers, Where
+from .tiers import Entry, Tiers, Where
 from .virtual import (
     GRADIENT_BYTES,
     STAGING_COUNT,

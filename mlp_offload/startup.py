@@ -13,9 +13,10 @@ from typing import Any, TextIO
 
 from . import __version__
 from .adam.kernel import AdamKernel
+from .ranks import RankContext
 from .storage.numa import format_cpus, nodes_of
 from .storage.statefile import free_bytes
-from .tiers import RankContext, Tiers
+from .tiers import Tiers
 from .units import format_bytes
 
 Progress = Callable[[int, int], None]

@@ -32,15 +32,6 @@ CLOSE_SECONDS = 30.0
 """How long ``close`` waits for storage calls that are under way."""
 
 
-@dataclass(frozen=True)
-class RankContext:
-    """Who this process is: global rank, and its place among the processes of its node."""
-
-    rank: int = 0
-    local_rank: int = 0
-    local_rank_count: int = 1
-
-
 class Where(enum.Enum):
     """Where a subgroup's authoritative copy is, and what that costs."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.systems.worker import System, serve
 from mlp_offload import OffloadConfig, OffloadedAdamW
-from mlp_offload.tiers import RankContext
+from mlp_offload.ranks import RankContext
 
 
 class MLPOffload(System):

@@ -20,7 +20,8 @@ from ..adam.kernel import AdamKernel, default_threads
 from ..config import OffloadConfig
 from ..device_updates import gpu_for_updates
 from ..errors import ConfigError, SelfCheckError
-from ..pipeline import RankContext, StepPipeline
+from ..pipeline import StepPipeline
+from ..ranks import rank_context
 from ..startup import describe, header, progress
 from ..transfers import pin_memory, staging_bytes
 from ..updates import main_itemsize
@@ -192,24 +193,6 @@ def build_from_optimizer_config(get_megatron_optimizer: "Callable[..., Any]", na
     return build_offloaded_optimizer(options, get_megatron_optimizer, **arguments)
 
 
-def rank_context() -> RankContext:
-    """This process among the processes of its node, as the launcher (torchrun, srun) says.
-
-    Raises:
-        ConfigError: several processes, and nothing says which of a node's this is.
-    """
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    for local_rank, local_count in (("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")):
-        if local_rank in os.environ and local_count in os.environ:
-            return RankContext(rank, int(os.environ[local_rank]), int(os.environ[local_count]))
-    if world == 1:
-        return RankContext(rank, 0, 1)
-    raise ConfigError(
-        f"rank {rank} of {world} does not know its place on its node; set LOCAL_RANK and LOCAL_WORLD_SIZE, or start "
-        "with torchrun, or with srun --ntasks-per-node"
-    )
-
-
 def _start(config: OffloadConfig, parts: "list[MLPDistributedOptimizer]") -> None:
     """One pipeline, one kernel for all parts that own shards; state from the model's weights."""
     spaces: "dict[str, MLPDistributedOptimizer]" = {}
@@ -222,7 +205,7 @@ def _start(config: OffloadConfig, parts: "list[MLPDistributedOptimizer]") -> Non
             spaces[kind if count == 0 else f"{kind}{count}"] = part
     if not spaces:
         return
-    context = rank_context()
+    context = rank_context(os.environ, torch.distributed.get_rank(), torch.distributed.get_world_size())
     weights_of = [[shard.weight for shard in part.shards] for part in spaces.values()]
     weights = [weight for part in weights_of for weight in part]
     staging = sum(staging_bytes(part, min(config.subgroup_size, sum(w.numel() for w in part))) for part in weights_of)

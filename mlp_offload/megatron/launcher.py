@@ -29,8 +29,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .. import ranks
 from ..errors import ConfigError, OffloadError
-from . import ranks, switch
+from . import switch
 
 OWN_SCRIPT = "pretrain_gpt"
 FAILED, INTERRUPTED = 1, 130

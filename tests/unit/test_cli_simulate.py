@@ -10,8 +10,8 @@ import pytest
 from mlp_offload.cli.main import main
 from mlp_offload.config import OffloadConfig
 from mlp_offload.pipeline import StepPipeline
+from mlp_offload.ranks import RankContext
 from mlp_offload.simulator import SimulatedPath, simulate
-from mlp_offload.tiers import RankContext
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATHS = ("--path", "/nvme,read=4GB/s,write=2GB/s", "--path", "/pfs,read=1GB/s,write=1GB/s")

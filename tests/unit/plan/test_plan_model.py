@@ -15,8 +15,8 @@ from mlp_offload.plan.megatron_flags import read_flags
 from mlp_offload.plan.memory import GRADIENT_STAGINGS, STAGED_BYTES, Machine, needs_of
 from mlp_offload.plan.model import Layout, total_numel
 from mlp_offload.plan.search import changes_that_fit, on_these_nodes, smallest
+from mlp_offload.ranks import RankContext
 from mlp_offload.recipes import NAMES, load
-from mlp_offload.tiers import RankContext
 
 GIB = 2**30
 DISK = PathConfig("nvme", read=5 * 10**9, write=3 * 10**9)

@@ -1,7 +1,7 @@
 import pytest
 
 from mlp_offload.errors import ConfigError
-from mlp_offload.megatron.ranks import first_host, settle, tasks_on_node
+from mlp_offload.ranks import RankContext, first_host, rank_context, settle, tasks_on_node
 
 STEP = {
     "SLURM_JOB_ID": "4711",
@@ -55,13 +55,51 @@ def test_the_batch_script_itself_is_one_process():
 @pytest.mark.parametrize("missing", ["SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"])
 def test_a_step_without_usable_variables_is_refused(missing):
     environment = {name: value for name, value in STEP.items() if name != missing}
-    with pytest.raises(ConfigError, match=missing):
+    with pytest.raises(ConfigError, match=f"without usable SLURM variables.*{missing}"):
+        rank_context(environment)
+    with pytest.raises(ConfigError, match=f"without usable SLURM variables.*{missing}"):
         settle(environment)
 
 
 def test_half_a_rank_is_refused():
     with pytest.raises(ConfigError, match="RANK set but not WORLD_SIZE, LOCAL_RANK"):
         settle({"RANK": "0"})
+
+
+TORCHRUN = {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    "environment, expected",
+    [
+        ({}, RankContext(0, 0, 1)),
+        (TORCHRUN, RankContext(6, 2, 4)),
+        (STEP, RankContext(5, 1, 3)),
+        ({**STEP, **TORCHRUN}, RankContext(6, 2, 4)),  # torchrun inside a step, one task a node
+        ({**STEP, "RANK": "0", "WORLD_SIZE": "7"}, RankContext(0, 1, 3)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, RankContext(0, 0, 1)),
+    ],
+)
+def test_place_on_the_node(environment, expected):
+    assert rank_context(environment) == expected
+
+
+def test_what_torch_distributed_knows_of_the_rank_wins():
+    assert rank_context(TORCHRUN, rank=1, world_size=8) == RankContext(1, 2, 4)
+
+
+@pytest.mark.parametrize("missing", ["LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_one_of_several_without_a_place_is_refused(missing):
+    environment = {name: value for name, value in TORCHRUN.items() if name != missing}
+    with pytest.raises(ConfigError, match="rank 6 of 8 does not know its place"):
+        rank_context(environment)
+    with pytest.raises(ConfigError, match="rank 1 of 2 does not know its place"):
+        rank_context({}, rank=1, world_size=2)
+
+
+def test_a_rank_that_is_no_number_is_refused():
+    with pytest.raises(ConfigError, match="RANK.* must be integers: .*'six'"):
+        rank_context({**TORCHRUN, "RANK": "six"})
 
 
 @pytest.mark.parametrize(

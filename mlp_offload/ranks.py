@@ -5,11 +5,21 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 
-from ..errors import ConfigError
+from .errors import ConfigError
 
 _SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _FIRST_PORT, _PORT_COUNT = 20000, 20000
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """Who this process is: global rank, and its place among the processes of its node."""
+
+    rank: int = 0
+    local_rank: int = 0
+    local_rank_count: int = 1
 
 
 def settle(environment: "MutableMapping[str, str]") -> str:
@@ -34,12 +44,41 @@ def settle(environment: "MutableMapping[str, str]") -> str:
         raise ConfigError(
             f"{given} set but not {', '.join(missing)}: start with torchrun or srun, which set all of them"
         )
-    # The batch script itself has SLURM_PROCID and SLURM_NTASKS too; only a task of a step has the STEP variables.
-    in_step = "SLURM_STEP_NUM_TASKS" in environment
+    in_step = _in_step(environment)
     found = _from_slurm(environment) if in_step else _alone()
     for name in _SET_BY_TORCHRUN:
         environment.setdefault(name, found[name])
     return "srun" if in_step else "one process"
+
+
+def rank_context(
+    environment: "Mapping[str, str]", rank: "int | None" = None, world_size: "int | None" = None
+) -> RankContext:
+    """This process among the processes of its node, as torchrun's or srun's variables say.
+
+    Args:
+        environment: ``os.environ``.
+        rank, world_size: in all, where torch.distributed knows them; None = as the environment says.
+    Raises:
+        ConfigError: several processes, and nothing says which of a node's this is: each would take the memory of all.
+    """
+    if "LOCAL_RANK" not in environment and _in_step(environment):
+        environment = {**_from_slurm(environment), **environment}
+    try:
+        if rank is None:
+            rank = int(environment.get("RANK", 0))
+        if world_size is None:
+            world_size = int(environment.get("WORLD_SIZE", 1))
+        if "LOCAL_RANK" in environment and "LOCAL_WORLD_SIZE" in environment:
+            return RankContext(rank, int(environment["LOCAL_RANK"]), int(environment["LOCAL_WORLD_SIZE"]))
+    except ValueError as error:
+        raise ConfigError(f"{', '.join(_SET_BY_TORCHRUN[:4])} must be integers: {error}") from error
+    if world_size == 1:
+        return RankContext(rank, 0, 1)
+    raise ConfigError(
+        f"rank {rank} of {world_size} does not know its place on its node; set LOCAL_RANK and LOCAL_WORLD_SIZE, or start "
+        "with torchrun or srun, which do"
+    )
 
 
 def first_host(nodelist: str) -> str:
@@ -71,6 +110,11 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
     if not 0 <= node < len(counts):
         raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE {tasks_per_node!r} has no node {node} (SLURM_NODEID)")
     return counts[node]
+
+
+def _in_step(environment: "Mapping[str, str]") -> bool:
+    """The batch script itself has SLURM_PROCID and SLURM_NTASKS too; only a task of a step has the STEP variables."""
+    return "SLURM_STEP_NUM_TASKS" in environment
 
 
 def _from_slurm(environment: "Mapping[str, str]") -> "dict[str, str]":
