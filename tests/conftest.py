@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,6 +18,12 @@ from mlp_offload.storage.locks import lock_room
 
 MARK = "MLP_OFFLOAD_TEST_RUN"
 PATIENCE_SECONDS = 15.0
+
+
+def pytest_configure() -> None:
+    """A shell script's background job ignores SIGINT, and so would the programs that tests start and interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -162,6 +164,29 @@ def test_a_path_that_one_node_lacks_fails_the_job_at_once_and_leaves_nothing(tmp
     assert "Traceback" not in text and not place.run_directory.exists()
     (tmp_path / "n2").mkdir()
     assert place.left() == []
+
+
+def test_slurm_takes_what_the_readme_submits(tmp_path, slurm):
+    place = Place(tmp_path, slurm, tasks=1, iterations=1)
+    blocks = re.findall(r"^```bash\n(.*?)^```$", (REPOSITORY / "slurm/README.md").read_text(), re.MULTILINE | re.DOTALL)
+    text = "".join(blocks).replace("\\\n", " ")
+    # As many nodes, tasks and cores as there are here; it has no GPUs.
+    scaled = {"nodes": "2", "ntasks-per-node": "1", "cpus-per-task": "1"}
+    for option, value in scaled.items():
+        text, found = re.subn(rf"--{option} \S+", f"--{option} {value}", text)
+        assert found
+    commands = [re.sub(r"--gpus-per-node \S+", "", line) for line in text.splitlines() if "--dry-run" not in line]
+    assert len(commands) == 4
+    for command in commands:
+        words = shlex.split(command, comments=True)
+        if words[0] == "sbatch":
+            words.insert(1, "--test-only")
+        else:
+            words[1:3] = [words[1], "1", "--test-only"]
+        done = subprocess.run(
+            words, cwd=REPOSITORY, env=slurm.environment | place.settings, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0 and "to start at" in done.stderr, (words, done)
 
 
 @pytest.mark.full
