@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from .config import OffloadConfig, PathConfig
 from .errors import ConfigError
+from .plan.devices import GPU_ADAM_RATE
 from .plan.megatron_flags import Job
 from .plan.memory import Need
 from .plan.model import matrix_numel_a_token, total_numel
@@ -28,6 +29,7 @@ class Rates:
     Attributes:
         adam: parameters a second that the CPU updates for one rank, where memory sets the pace.
         copy: bytes a second between a GPU and its host, each way.
+        gpu_adam: parameters a second that a GPU updates, where it does.
         gpu_flops: peak of a GPU in the weights' type, FLOP/s.
         mfu: share of it that the FLOPs of the model (recomputation is not work) reach in forward and backward.
         tokens_per_second: of the whole job in forward and backward; else FLOPs and ``mfu`` decide.
@@ -37,6 +39,7 @@ class Rates:
 
     adam: float = 1e9
     copy: float = 20e9
+    gpu_adam: float = GPU_ADAM_RATE
     gpu_flops: float = 312e12
     mfu: float = 0.35
     tokens_per_second: "float | None" = None
@@ -44,7 +47,7 @@ class Rates:
     save: "float | None" = None
 
     def __post_init__(self) -> None:
-        for name in ("adam", "copy", "gpu_flops", "mfu", "tokens_per_second", "compute_seconds", "save"):
+        for name in ("adam", "copy", "gpu_adam", "gpu_flops", "mfu", "tokens_per_second", "compute_seconds", "save"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{name} is {value}: it must be above 0")
@@ -160,6 +163,9 @@ def predict(need: Need, rates: Rates, endurance: "Mapping[str, Endurance] | None
         compute_seconds=compute_seconds,
         local_rank_count=machine.gpus_per_node,
         staging_count=config.staging_count,
+        gpu_memory_bytes=config.gpu_memory,
+        update_device=config.update_device,
+        gpu_adam_parameters_per_second=rates.gpu_adam,
         steps=_STEPS,
     )
     last = records[-2:]

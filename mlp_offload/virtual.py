@@ -1,4 +1,4 @@
-"""A clock that jumps, and what stands on it in place of devices: paths that are only bandwidths, buffers, an update.
+"""A clock that jumps, and what stands on it in place of storage: paths that are only bandwidths, engines, buffers.
 
 Each class has the methods of what it stands for that ``Tiers``, ``StateFile`` and ``StepPipeline`` call.
 """
@@ -6,24 +6,17 @@ Each class has the methods of what it stands for that ``Tiers``, ``StateFile`` a
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from .config import PathConfig
 from .errors import ConfigError
 from .plan.placement import RECORD_ALIGNMENT
-from .plan.subgroups import Subgroup
-from .tiers import StateView
 from .units import parse_bytes
 
-STAGING_COUNT = 2
-"""Subgroups whose gradients and weights may be on their way at once; as in ``transfers``, which needs torch."""
-
-GRADIENT_BYTES, WEIGHT_BYTES = 4, 2
-"""A parameter: fp32 ``main_grad`` and bf16 weights, Megatron's defaults."""
-
-_NEVER = float("inf")
+NEVER = float("inf")
 
 
 @dataclass(frozen=True)
@@ -104,12 +97,25 @@ class Transfer:
             pass
 
 
+class Moves(Protocol):
+    """A device on which something is under way.
+
+    Attributes:
+        change: when something next begins to move or is done; until then all goes on as it does.
+    """
+
+    change: float
+
+    def advance(self, until: float) -> bool:
+        """Go on until a moment; true when something was done by then."""
+
+
 class Clock:
     """Virtual seconds; what is under way on the devices moves with them."""
 
-    def __init__(self, devices: "list[Device]"):
+    def __init__(self, devices: "Sequence[Moves]"):
         self.now = 0.0
-        self.devices = devices
+        self.devices = list(devices)
 
     def __call__(self) -> float:
         return self.now
@@ -123,28 +129,24 @@ class Clock:
     def sleep(self) -> None:
         """Go to the next moment at which a transfer is done."""
         while True:
-            until = min((device.change for device in self.devices), default=_NEVER)
-            if until == _NEVER:
-                raise RuntimeError("the simulated step waits for storage, and nothing is under way")
+            until = min((device.change for device in self.devices), default=NEVER)
+            if until == NEVER:
+                raise RuntimeError("the simulated step waits, and nothing is under way")
             if self.advance(until):
                 return
 
 
 class Device:
-    """One rank's share of a path: the requests of each direction one after the other, both directions at once.
-
-    Attributes:
-        change: when the next request begins to move or is done; until then all goes on as it does.
-    """
+    """One rank's share of a path: the requests of each direction one after the other, both directions at once."""
 
     def __init__(self, path: SimulatedPath, rank_count: int):
         self._rates = (path.read_bytes_per_second / rank_count, path.write_bytes_per_second / rank_count)
-        self._both = (path.both_bytes_per_second or _NEVER) / rank_count
+        self._both = (path.both_bytes_per_second or NEVER) / rank_count
         self._latency = path.latency_seconds
         self._queues: "tuple[deque[Transfer], deque[Transfer]]" = (deque(), deque())
         self._moving: "list[tuple[float, float, deque[Transfer]]]" = []  # (end, bytes/s, queue), its first request
         self._now = 0.0  # when ``left`` of the moving requests was so
-        self.change = _NEVER
+        self.change = NEVER
 
     def submit(self, clock: Clock, direction: int, nbytes: int) -> Transfer:
         """Queue a request now; ``direction`` is 0 to read and 1 to write."""
@@ -156,7 +158,6 @@ class Device:
         return transfer
 
     def advance(self, until: float) -> bool:
-        """Move bytes until a moment; true when a request was done by then."""
         done = False
         while self.change <= until:
             done |= self._move(self.change)
@@ -179,7 +180,7 @@ class Device:
         moving = [bool(queue) and queue[0].arrives <= self._now for queue in self._queues]
         total = sum(rate for rate, moves in zip(self._rates, moving) if moves)
         share = min(1.0, self._both / total) if total else 0.0
-        self._moving, self.change = [], _NEVER
+        self._moving, self.change = [], NEVER
         for queue, rate, moves in zip(self._queues, self._rates, moving):
             if moves:
                 head = queue[0]
@@ -243,49 +244,14 @@ class Lease:
     nbytes: int
     address: int = 0
 
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def array(self, *_: Any) -> None:
         return None
 
     def release(self) -> None:
         self.pool.free_count += 1
-
-
-class Work:
-    """Durations of an update, and of the copies that ``transfers.CudaTransfers`` makes beside it.
-
-    Weights leave faster than the next gradients come, so nobody waits for a staging buffer that they still fill.
-    """
-
-    def __init__(self, clock: Clock, parameters_per_second: float, copy_bytes_per_second: float, reads_weights: bool):
-        self._clock = clock
-        self._rate = parameters_per_second
-        self._copy_rate = copy_bytes_per_second
-        self._to_host_bytes = GRADIENT_BYTES + (WEIGHT_BYTES if reads_weights else 0)
-        self.sent = 0.0  # when the last weights have left
-        self.begin()
-
-    def begin(self) -> None:
-        """A step begins."""
-        self._staged: "dict[int, float]" = {}  # subgroup -> when its gradients (and old weights) are on the host
-        self._to_host = self._clock.now
-
-    def prepare(self, subgroup: Subgroup) -> None:
-        if self._copy_rate and subgroup.index not in self._staged and len(self._staged) < STAGING_COUNT:
-            self._bring(subgroup)
-
-    def update(self, subgroup: Subgroup, state: StateView) -> None:
-        clock = self._clock
-        begin = clock.now
-        if self._copy_rate:
-            if subgroup.index not in self._staged:  # it comes before its turn
-                if len(self._staged) == STAGING_COUNT:  # another one gives way, and is brought again
-                    del self._staged[next(iter(self._staged))]
-                self._bring(subgroup)
-            begin = max(begin, self._staged.pop(subgroup.index))
-        clock.advance(begin + subgroup.numel / self._rate)
-        if self._copy_rate:
-            self.sent = max(self.sent, clock.now) + subgroup.numel * WEIGHT_BYTES / self._copy_rate
-
-    def _bring(self, subgroup: Subgroup) -> None:
-        seconds = subgroup.numel * self._to_host_bytes / self._copy_rate
-        self._to_host = self._staged[subgroup.index] = max(self._to_host, self._clock.now) + seconds

@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import recipes
 from ..errors import ConfigError
+from ..plan.devices import GPU_ADAM_RATE
 from . import output
 
 DOES_NOT_FIT = 3
@@ -36,6 +37,9 @@ examples:
 
   will it end in time when the job is preempted, and how long does the drive live?
     mlp-offload plan gpt-20b --grace 300 --endurance 'nvme,dwpd=1,size=3.84TB'
+
+  a part of the state in spare GPU memory:
+    mlp-offload plan gpt-20b -- --mlp-offload-gpu-memory 20GiB
 
   all recipes in one table:
     mlp-offload plan --recipes
@@ -96,6 +100,12 @@ def add_command(commands: Any) -> None:
         "--adam-rate", type=float, metavar="N", help="parameters a second that a rank's CPU updates (default: 1e9)"
     )
     speed.add_argument("--copy-rate", metavar="BYTES/s", help="between a GPU and its host, each way (default: 20GB/s)")
+    speed.add_argument(
+        "--gpu-adam-rate",
+        type=float,
+        metavar="N",
+        help=f"parameters a second that a GPU updates, with --mlp-offload-gpu-memory (default: {GPU_ADAM_RATE:g})",
+    )
     speed.add_argument("--compute-seconds", type=float, metavar="S", help="forward and backward of an iteration")
     speed.add_argument("--tokens-per-second", type=float, metavar="N", help="of the job in forward and backward")
     speed.add_argument("--gpu-flops", type=float, metavar="N", help="peak of a GPU, FLOP/s (default: 312e12)")

@@ -249,6 +249,7 @@ def _rates(options: argparse.Namespace) -> Rates:
     given = {
         "adam": options.adam_rate,
         "copy": options.copy_rate and parse_bytes(options.copy_rate, "--copy-rate"),
+        "gpu_adam": options.gpu_adam_rate,
         "gpu_flops": options.gpu_flops,
         "mfu": options.mfu,
     }
@@ -262,6 +263,7 @@ def _rates(options: argparse.Namespace) -> Rates:
 
 def _assumed(need: Need, prediction: "Prediction | None", rates: Rates, options: argparse.Namespace) -> "list[str]":
     from ..plan.activations import FORMULA
+    from ..plan.devices import updates_on_gpu
 
     machine, training = need.machine, need.job.training
     lines = [
@@ -277,6 +279,8 @@ def _assumed(need: Need, prediction: "Prediction | None", rates: Rates, options:
         lines.append(f"forward and backward: {prediction.compute_origin}")
         if options.adam_rate is None:
             lines.append(f"a rank's CPU updates {rates.adam:g} parameters a second (--adam-rate)")
+        if options.gpu_adam_rate is None and updates_on_gpu(need.job.offload or OffloadConfig()):
+            lines.append(f"a GPU updates {rates.gpu_adam:g} parameters a second (--gpu-adam-rate)")
         if options.copy_rate is None:
             lines.append(f"{format_rate(rates.copy)} between a GPU and its host, each way (--copy-rate)")
         if options.save_rate is None:

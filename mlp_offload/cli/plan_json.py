@@ -88,4 +88,7 @@ def _simulate(plan: "Plan") -> "dict[str, Any]":
         "compute_seconds": compute_of(need.job, machine.gpus, plan.rates)[0],
         "local_rank_count": machine.gpus_per_node,
         "staging_count": config.staging_count,
+        "gpu_memory_bytes": config.gpu_memory,
+        "update_device": config.update_device,
+        "gpu_adam_parameters_per_second": plan.rates.gpu_adam,
     }

@@ -124,6 +124,8 @@ def _node_table(need: Need) -> Table:
     ranks = need.machine.gpus_per_node
     assert need.host is not None and need.residency is not None
     share = len(need.residency.residents) / len(need.subgroups)
+    there = len(need.residency.device_residents) / len(need.subgroups)
+    on_gpus = f", {there:.0%} on the GPUs" if there else ""
     state = sum(need.shard_numels) * need.state_bytes * ranks
     table.add_row(
         "state",
@@ -133,7 +135,7 @@ def _node_table(need: Need) -> Table:
     )
     table.add_row(
         *("host memory", format_bytes(need.host.total), format_bytes(need.machine.host_memory)),
-        f"buffers {format_bytes(need.host.buffers)} ({share:.0%} of the state stays there), processes "
+        f"buffers {format_bytes(need.host.buffers)} ({share:.0%} of the state stays there{on_gpus}), processes "
         f"{format_bytes(need.host.processes)}, a save {format_bytes(need.host.save)}",
     )
     for path in need.paths:
@@ -153,7 +155,7 @@ def _time_table(plan: "Plan", prediction: Prediction) -> Table:
     seconds = _seconds
     bound = f"the paths need {seconds(prediction.bound_seconds)} for its bytes"
     if plan.need.all_resident:
-        bound = "all state stays in host memory"
+        bound = "no state is on a path"
     hits = f"{prediction.hit_rate:.0%} of subgroups found in memory"
     table.add_row("forward and backward", seconds(prediction.compute_seconds), "")
     table.add_row("optimizer step", seconds(prediction.step_seconds), bound)

@@ -9,8 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..config import OffloadConfig
+from ..config import UPDATE_DEVICES, OffloadConfig
 from ..errors import ConfigError, OffloadError
+from ..plan.devices import GPU_ADAM_RATE
 from ..report import draw
 from ..report.analysis import Report, analyze
 from ..report.numbers import StepNumbers
@@ -25,7 +26,7 @@ ADAM_RATE = 1e9
 
 _INPUTS = (
     *("paths", "host_memory", "subgroup_size", "staging_count", "full_masters", "adam_rate", "copy_rate"),
-    *("compute_seconds", "ranks", "steps"),
+    *("gpu_memory", "update_device", "gpu_adam_rate", "compute_seconds", "ranks", "steps"),
 )
 """Options that say what is simulated."""
 
@@ -44,6 +45,9 @@ examples:
         --path /nvme/scratch,read=6GB/s,write=5GB/s --path /lustre/me/scratch,read=4GB/s,write=4GB/s
 
   what would twice the host memory give? Change --host-memory and compare the tables.
+
+  what would 10 GiB of spare GPU memory give?
+    mlp-offload simulate 17e9 ... --copy-rate 20GB/s --gpu-memory 10GiB
 
   a drive that gives 7 GB/s in both directions together, and 0.2 ms until the first byte comes:
     --path /nvme/scratch,read=6GB/s,write=5GB/s,both=7GB/s,latency=0.0002
@@ -99,6 +103,20 @@ def add_command(commands: Any) -> None:
         "--copy-rate",
         metavar="BYTES/s",
         help="between GPU and host, each way, per rank (default: none; weights and gradients are in host memory)",
+    )
+    parser.add_argument(
+        "--gpu-memory", metavar="BYTES", help="spare GPU memory for state, per rank, as --mlp-offload-gpu-memory"
+    )
+    parser.add_argument(
+        "--update-device",
+        choices=UPDATE_DEVICES,
+        help="where subgroups are updated, as --mlp-offload-update-device (default: auto)",
+    )
+    parser.add_argument(
+        "--gpu-adam-rate",
+        metavar="N",
+        type=_number,
+        help=f"parameters/s that the GPU updates (default: {GPU_ADAM_RATE:g}; benchmarks/gpu.py measures it)",
     )
     parser.add_argument("--compute-seconds", metavar="SECONDS", type=_number, help="forward and backward (default: 0)")
     parser.add_argument(
@@ -186,6 +204,9 @@ def _inputs(options: argparse.Namespace) -> "dict[str, Any]":
         "main_itemsize": 4 if options.full_masters else None,
         "adam_parameters_per_second": options.adam_rate,
         "copy_bytes_per_second": options.copy_rate and parse_bytes(options.copy_rate, "--copy-rate"),
+        "gpu_memory_bytes": options.gpu_memory and parse_bytes(options.gpu_memory, "--gpu-memory"),
+        "update_device": options.update_device,
+        "gpu_adam_parameters_per_second": options.gpu_adam_rate,
         "compute_seconds": options.compute_seconds,
         "local_rank_count": options.ranks,
         "steps": options.steps,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..config import AUTO, OffloadConfig
 from ..errors import ConfigError
 from ..units import format_bytes, round_up_bytes
 
@@ -21,6 +22,10 @@ GRADIENT_BYTES, WEIGHT_BYTES = 4, 2
 """A parameter that the CPU updates: its gradient and its old weight come to the host, its new weight goes back."""
 
 
+GPU_ADAM_RATE = 4e10
+"""Parameters a second that a GPU updates where nothing was measured: 28 bytes each, at 1.1 TB/s of its memory."""
+
+
 @dataclass(frozen=True)
 class Rates:
     """What one rank can do, a second.
@@ -34,6 +39,11 @@ class Rates:
     device_parameters: float
     to_device_bytes: float
     to_host_bytes: float
+
+
+def updates_on_gpu(config: OffloadConfig) -> bool:
+    """Whether the options ask for updates on the GPU."""
+    return config.update_device == "cuda" or (config.update_device == AUTO and config.gpu_memory > 0)
 
 
 def choose_device_residents(

@@ -12,6 +12,7 @@ from ..config import AUTO, OffloadConfig, PathConfig
 from ..errors import CapacityError, ConfigError
 from ..units import format_bytes
 from .activations import activation_bytes, stages_to_look_at
+from .devices import choose_device_residents, updates_on_gpu
 from .megatron_flags import Job, Training
 from .model import Stage, stage_of
 from .placement import (
@@ -68,7 +69,7 @@ class Shortage:
 
 @dataclass(frozen=True)
 class GpuNeed:
-    """Bytes on one GPU of one pipeline stage; ``state`` is 0 with offload.
+    """Bytes on one GPU of one pipeline stage; ``state`` is with offload what ``gpu_memory`` and ``update_device`` take.
 
     Attributes:
         update: what stock's step takes on top: gradients widened to fp32.
@@ -152,7 +153,7 @@ class Need:
     @property
     def all_resident(self) -> bool:
         """Whether nothing goes to a path."""
-        return self.residency is not None and len(self.residency.residents) == len(self.subgroups)
+        return self.residency is not None and not any(map(self.residency.streams, range(len(self.subgroups))))
 
 
 def data_parallel(job: Job, gpus: int) -> int:
@@ -186,14 +187,37 @@ def gpu_needs(job: Job, gpus: int, offload: bool) -> "list[GpuNeed]":
     for index in stages_to_look_at(job.model, layout):
         stage = stage_of(job.model, layout, index)
         weights, gradients = training.weight_bytes * stage.numel, training.gradient_bytes * stage.numel
-        shard = sum(shard_numels(job, stage, gpus))
+        shards = shard_numels(job, stage, gpus)
+        shard = sum(shards)
         # fp32 weights are their own masters; gradients in 16 bits are widened before stock steps with them.
-        state = 0 if offload else shard * (8 if training.dtype == "fp32" else 12)
+        state = _state_on_gpu(job, shards) if offload else shard * (8 if training.dtype == "fp32" else 12)
         update = 0 if offload or training.gradient_bytes == 4 else 4 * shard
         activations = activation_bytes(job.model, layout, training, stage, micro_batches)
         startup = _startup_bytes(stage, training, layout.ep > 1)
         needs.append(GpuNeed(index, weights, gradients, state, update, activations, startup))
     return needs
+
+
+def _state_on_gpu(job: Job, shards: Sequence[int]) -> int:
+    """Bytes of the buffers that offload takes on a GPU."""
+    config = job.offload or OffloadConfig()
+    if not updates_on_gpu(config):
+        return 0
+    subgroups = _subgroups(job, config, shards)
+    slot_bytes = _slot_bytes(subgroups)
+    residents, passing = choose_device_residents(
+        len(subgroups), slot_bytes, config.gpu_memory, config.update_device == "cuda"
+    )
+    return (len(residents) + passing) * slot_bytes
+
+
+def _subgroups(job: Job, config: OffloadConfig, shards: Sequence[int]) -> "list[Subgroup]":
+    main_itemsize = 2 if job.training.dtype == "bf16" and config.master_weights == "remainder" else 4
+    return [s for numel in shards for s in cut([numel], config.subgroup_size, main_itemsize)]
+
+
+def _slot_bytes(subgroups: Sequence[Subgroup]) -> int:
+    return _round_up(max(s.record_bytes for s in subgroups))
 
 
 def _startup_bytes(stage: Stage, training: Training, experts_apart: bool) -> int:
@@ -252,28 +276,41 @@ def needs_of(job: Job, machine: Machine, offload: bool = True) -> Need:
     if not offload:
         return Need(job, machine, dp, micro_batches, worst, tuple(stages), shards, 12, shortages=tuple(shortages))
     config = job.offload or OffloadConfig()
-    main_itemsize = 2 if job.training.dtype == "bf16" and config.master_weights == "remainder" else 4
-    subgroups = [s for numel in shards for s in cut([numel], config.subgroup_size, main_itemsize)]
-    slot_bytes = _round_up(max(s.record_bytes for s in subgroups))
+    subgroups = _subgroups(job, config, shards)
+    slot_bytes = _slot_bytes(subgroups)
+    there: "tuple[frozenset[int], int]" = (frozenset(), 0)
+    if updates_on_gpu(config):
+        there = choose_device_residents(len(subgroups), slot_bytes, config.gpu_memory, config.update_device == "cuda")
     reserved = GRADIENT_STAGINGS * max(s.numel for s in subgroups) * (STAGED_BYTES + job.training.weight_bytes)
     budget, ranks = rank_budget(config, machine), machine.gpus_per_node
-    least = min(MINIMUM_STAGING, len(subgroups)) * slot_bytes + reserved
+    in_host = len(subgroups) - len(there[0])
+    least = min(MINIMUM_STAGING, in_host + bool(there[0])) * slot_bytes + reserved
     too_small = config.host_memory == AUTO and budget < least
     budget = max(budget, least) if too_small else budget
     paths = machine.paths or config.paths
     staging = config.staging_count or 2 + 2 * max(1, len(paths))
-    residency = choose_residents(len(subgroups), slot_bytes, budget, staging, reserved)
-    streamed = len(subgroups) - len(residency.residents)
+    residency = choose_residents(len(subgroups), slot_bytes, budget, staging, reserved, *there)
+    streamed = in_host - len(residency.residents)
     path_needs, short = _paths(job, machine, paths, subgroups, residency, streamed, slot_bytes)
     host = _host(job, machine, stages, residency.buffer_count * slot_bytes + reserved, dp)
     shortages += short
     if host.total > machine.host_memory or too_small:
         needed = host.total
         if config.host_memory == AUTO:
-            needed = _enough_host_memory(config, host, least * ranks, len(subgroups) * slot_bytes * ranks)
+            needed = _enough_host_memory(config, host, least * ranks, in_host * slot_bytes * ranks)
         shortages.append(Shortage("host memory of a node", needed, machine.host_memory))
     return Need(
-        *(job, machine, dp, micro_batches, worst, tuple(stages), shards, 8 + main_itemsize, tuple(subgroups)),
+        *(
+            job,
+            machine,
+            dp,
+            micro_batches,
+            worst,
+            tuple(stages),
+            shards,
+            8 + subgroups[0].main_itemsize,
+            tuple(subgroups),
+        ),
         *(residency, host, path_needs, budget, tuple(shortages)),
     )
 
@@ -323,7 +360,7 @@ def _paths(
     config = job.offload or OffloadConfig()
     more = 0
     if config.snapshots or job.training.async_save:
-        more = len(residency.residents) + spare
+        more = len(subgroups) - streamed + spare
         more += -(-len(subgroups) // weights_a_slot(slot_bytes, max(s.numel for s in subgroups)))
     # A snapshot keeps all that is streamed a second time, so a path with a capacity can hold half as much.
     unlimited = 2 * (streamed + spare + more) * slot_bytes

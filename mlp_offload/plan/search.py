@@ -67,6 +67,8 @@ def single_changes(job: Job, machine: Machine) -> "Iterator[tuple[str, Job]]":
         full = replace(training, recompute="full", recompute_method="uniform", recompute_layers=1)
         text = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
         yield text, job.replace(training=full)
+    if job.offload is not None and job.offload.gpu_memory:
+        yield "--mlp-offload-gpu-memory 0", job.replace(offload=replace(job.offload, gpu_memory=0))
     if training.dtype == "bf16" and training.fp32_main_grad:
         yield "--grad-reduce-in-bf16", job.replace(training=replace(training, fp32_main_grad=False))
 

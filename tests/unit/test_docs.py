@@ -32,9 +32,11 @@ ALLOWED = {
     "pipeline": {
         *("balance", "config", "device_share", "opening", "plan", "ranks", "records", "storage", "telemetry", "tiers"),
     },
-    "virtual": {"config", "plan", "tiers"},
+    "virtual": {"config", "plan"},
+    "virtual_updates": {"plan", "records", "virtual"},
     "simulator": {
         *("config", "opening", "pipeline", "plan", "ranks", "rates", "storage", "telemetry", "tiers", "virtual"),
+        "virtual_updates",
     },
     "trace": {"telemetry"},
     "recipes": set(),
@@ -61,7 +63,7 @@ ALLOWED = {
 
 NEED_NO_TORCH = {
     *("config", "errors", "plan", "prediction", "recipes", "report", "simulator", "storage", "telemetry", "units"),
-    "virtual",
+    *("virtual", "virtual_updates"),
 }
 
 

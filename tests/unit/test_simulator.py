@@ -9,7 +9,9 @@ import pytest
 from mlp_offload.config import OffloadConfig
 from mlp_offload.errors import ConfigError
 from mlp_offload.pipeline import StepPipeline
+from mlp_offload.plan.devices import Rates, device_count, step_seconds
 from mlp_offload.simulator import SimulatedPath, simulate
+from mlp_offload.telemetry import GPU
 
 NUMEL = 384  # 10 bytes a parameter are one record of 4096 bytes
 RECORD_BYTES = 4096
@@ -100,6 +102,48 @@ def test_gradients_come_and_weights_leave_beside_the_update():
     assert second.started == pytest.approx(3.5 + 1 / 3 + 1), "the last weights leave before the model computes"
     with pytest.raises(ConfigError, match="for gradients and weights"):
         run(4, 3, copy_bytes_per_second=NUMEL * 6)
+
+
+def on_gpu(subgroup_count, buffers, **options):
+    """Copies take a second a record, updates on the GPU half of one."""
+    rates = {"copy_bytes_per_second": 10 * NUMEL, "gpu_adam_parameters_per_second": 2 * NUMEL}
+    return run(subgroup_count, buffers, paths=(), reserved=2 * NUMEL * 6, **rates | options)
+
+
+def test_records_pass_through_two_buffers_on_the_gpu():
+    first, second = on_gpu(4, 4, update_device="cuda")
+    # The third and the fourth come in when the first and the second have left.
+    assert spans(first, "update") == near([(0, 0, 2.5), (1, 0, 3.5), (2, 0, 5), (3, 0, 6)])
+    assert (first.step_seconds, second.started) == (pytest.approx(6), pytest.approx(7))
+    assert spans(first, "stall") == near([(0, 0, 6)])
+
+
+def test_records_in_gpu_memory_are_updated_beside_the_cpus():
+    first, second = on_gpu(3, 3, gpu_memory_bytes=RECORD_BYTES)
+    # Gradients and old weights of a subgroup come in 0.6 s, an update takes 0.5 s, new weights leave in 0.2 s.
+    assert spans(first, "update") == near([(1, 0, 0), (0, 0, 1.1), (2, 1.1, 1.7)])
+    assert second.started == pytest.approx(1.7 + 0.2 + 1)
+    alone, after = on_gpu(3, 1, gpu_memory_bytes=3 * RECORD_BYTES)
+    assert alone.step_seconds == 0 and after.started == pytest.approx(3 * 0.5 + 1), "the model waits for its weights"
+
+
+def test_the_gpu_gets_as_many_as_shorten_the_step():
+    rates = Rates(1e9, 4e10, 2e10, 2e10)
+    options = {
+        "paths": [],
+        "host_memory_bytes": 20 * 10**9,
+        "subgroup_size": 10**7,
+        "adam_parameters_per_second": rates.host_parameters,
+        "copy_bytes_per_second": rates.to_host_bytes,
+        "gpu_adam_parameters_per_second": rates.device_parameters,
+        "compute_seconds": 0.0,
+        "steps": 2,
+    }
+    count = device_count(96, 10**7, 10**8, rates, 0.0)
+    step = simulate([10**9], gpu_memory_bytes=6 * 10**8 + 6 * 4096, **options)[-1]
+    assert sum(e.path == GPU for e in step.events) == 4 + count and 0 < count < 96
+    assert step.step_seconds == pytest.approx(step_seconds(count, 96, 10**7, 10**8, rates, 0.0), rel=0.1)
+    assert step.step_seconds < 0.7 * simulate([10**9], **options)[-1].step_seconds
 
 
 @pytest.mark.parametrize("numel, host_memory_mb", [(10**9, 100), (10**9, 1000), (10**9, 5000)])

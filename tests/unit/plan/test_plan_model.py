@@ -17,6 +17,8 @@ from mlp_offload.plan.model import Layout, total_numel
 from mlp_offload.plan.search import changes_that_fit, on_these_nodes, smallest
 from mlp_offload.ranks import RankContext
 from mlp_offload.recipes import NAMES, load
+from mlp_offload.virtual import Clock
+from mlp_offload.virtual_updates import Gpu, Link
 
 GIB = 2**30
 DISK = PathConfig("nvme", read=5 * 10**9, write=3 * 10**9)
@@ -175,24 +177,44 @@ def test_paths_hold_what_host_memory_does_not_and_spare_slots():
     assert saved.paths[0].needed > 1.9 * usual.paths[0].needed
 
 
-def test_the_run_reserves_what_was_planned(tmp_path):
+@pytest.mark.parametrize("on_gpu", ["", "--mlp-offload-gpu-memory 8MiB", "--mlp-offload-update-device cuda"])
+def test_the_run_reserves_what_was_planned(tmp_path, on_gpu):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     paths = (replace(DISK, directory=str(tmp_path / "a")), replace(DISK, directory=str(tmp_path / "b"), write=10**9))
     more = "--mlp-offload-subgroup-size 65536 --mlp-offload-host-memory 8MiB"
-    need = needs_of(job_of(more), Machine(1, 2, paths=paths))
+    need = needs_of(job_of(f"{more} {on_gpu}"), Machine(1, 2, paths=paths))
     config = need.job.offload.replace(paths=paths, job="plan")
     reserved = need.host.buffers // 2 - need.residency.buffer_count * 10 * 65536
     assert (GRADIENT_STAGINGS, STAGED_BYTES) == (transfers.STAGING_COUNT, transfers._GRADIENT_ITEMSIZE)
     spaces = {"dense": list(need.shard_numels)}
-    pipeline = StepPipeline(config, spaces, RankContext(0, 0, 2), reserved_bytes=reserved, main_itemsize=2)
+    gpu = Gpu(Clock([]), Link(1e9), 1e9, 1e10, 1e9) if on_gpu else None
+    pipeline = StepPipeline(config, spaces, RankContext(0, 0, 2), reserved_bytes=reserved, main_itemsize=2, gpu=gpu)
     try:
+        assert (pipeline.tiers.device.nbytes if gpu else 0) == need.gpu.state
         assert [file.nbytes * 2 for file in pipeline.tiers.files] == [p.needed for p in need.paths]
         assert [pipeline.tiers.homes_on(i) for i in range(2)] == [p.subgroups for p in need.paths]
         assert pipeline.tiers.residency == need.residency
         assert pipeline.tiers.pool.region[1] == need.residency.buffer_count * 10 * 65536
     finally:
         pipeline.close()
+
+
+def test_gpu_memory_holds_a_part_of_the_state():
+    more = "--mlp-offload-subgroup-size 65536 --mlp-offload-host-memory 8MiB"
+    slot = 10 * 65536
+    usual = needs_of(job_of(more), Machine(1, 2, paths=(DISK,)))
+    need = needs_of(job_of(f"{more} --mlp-offload-gpu-memory {20 * slot}"), Machine(1, 2, paths=(DISK,)))
+    assert len(need.residency.device_residents) == 18 and need.residency.passing_count == 2
+    assert need.gpu.state == 20 * slot and need.gpu.total == usual.gpu.total + 20 * slot
+    assert need.paths[0].needed == usual.paths[0].needed - 18 * slot * 2
+    all_of_it = needs_of(job_of(f"{more} --mlp-offload-gpu-memory 1GiB"), Machine(1, 2))
+    assert all_of_it.all_resident and all_of_it.gpu.state == len(usual.subgroups) * slot
+    with pytest.raises(ConfigError, match="gpu_memory 1.0 KiB holds 0 buffers"):
+        needs_of(job_of(f"{more} --mlp-offload-gpu-memory 1KiB"), Machine(1, 2))
+    full = Machine(1, 2, usual.gpu.total + 5 * slot, gpu_reserve=0, paths=(DISK,))
+    changes = changes_that_fit(job_of(f"{more} --mlp-offload-gpu-memory {20 * slot}"), full)
+    assert "--mlp-offload-gpu-memory 0" in [fit.change for fit in changes]
 
 
 def test_a_small_path_takes_what_it_can_and_too_small_ones_are_told_with_the_difference():
