@@ -177,18 +177,27 @@ def test_paths_hold_what_host_memory_does_not_and_spare_slots():
     assert saved.paths[0].needed > 1.9 * usual.paths[0].needed
 
 
-@pytest.mark.parametrize("on_gpu", ["", "--mlp-offload-gpu-memory 8MiB", "--mlp-offload-update-device cuda"])
-def test_the_run_reserves_what_was_planned(tmp_path, on_gpu):
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "--async-save",
+        "--mlp-offload-gpu-memory 8MiB",
+        "--mlp-offload-update-device cuda",
+        "--mlp-offload-gpu-memory 8MiB --async-save",
+    ],
+)
+def test_the_run_reserves_what_was_planned(tmp_path, options):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     paths = (replace(DISK, directory=str(tmp_path / "a")), replace(DISK, directory=str(tmp_path / "b"), write=10**9))
     more = "--mlp-offload-subgroup-size 65536 --mlp-offload-host-memory 8MiB"
-    need = needs_of(job_of(f"{more} {on_gpu}"), Machine(1, 2, paths=paths))
-    config = need.job.offload.replace(paths=paths, job="plan")
+    need = needs_of(job_of(f"{more} {options}"), Machine(1, 2, paths=paths))
+    config = need.job.offload.replace(paths=paths, job="plan", snapshots="--async-save" in options)
     reserved = need.host.buffers // 2 - need.residency.buffer_count * 10 * 65536
     assert (GRADIENT_STAGINGS, STAGED_BYTES) == (transfers.STAGING_COUNT, transfers._GRADIENT_ITEMSIZE)
     spaces = {"dense": list(need.shard_numels)}
-    gpu = Gpu(Clock([]), Link(1e9), 1e9, 1e10, 1e9) if on_gpu else None
+    gpu = Gpu(Clock([]), Link(1e9), 1e9, 1e10, 1e9) if "mlp-offload" in options else None
     pipeline = StepPipeline(config, spaces, RankContext(0, 0, 2), reserved_bytes=reserved, main_itemsize=2, gpu=gpu)
     try:
         assert (pipeline.tiers.device.nbytes if gpu else 0) == need.gpu.state
