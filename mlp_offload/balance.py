@@ -65,17 +65,18 @@ class Balance:
         room = [len(order)] * len(self.rates)
         while True:
             homes = follow(order, tiers.homes, self.rates, room, TOLERANCE)
+            if homes == tiers.homes:  # also where a path that failed left another one with more than it has room for
+                return
             counts = [sum(homes[s] == i for s in order) for i in range(len(self.rates))]
             for i, file in enumerate(tiers.files):
                 missing = counts[i] + elsewhere[i] + spare - file.slot_count
                 if missing > 0 and not file.grow(missing):
-                    room[i] = file.slot_count - spare - elsewhere[i]
+                    room[i] = max(0, file.slot_count - spare - elsewhere[i])
                     break
             else:
                 break
-            if sum(room) < len(order):  # cannot happen while the present homes fit; then they stay
+            if sum(room) < len(order):
                 return
-        if homes != tiers.homes:
-            rates = ", ".join(f"{d} {format_rate(r)}" for d, r in zip(tiers.directories, self.rates))
-            log.info("subgroups follow the measured bandwidth (%s): %s a path", rates, counts)
-            tiers.homes = homes
+        rates = ", ".join(f"{d} {format_rate(r)}" for d, r in zip(tiers.directories, self.rates))
+        log.info("subgroups follow the measured bandwidth (%s): %s a path", rates, counts)
+        tiers.homes = homes

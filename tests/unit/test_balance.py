@@ -82,6 +82,20 @@ def test_a_path_without_room_takes_what_it_holds(make):
     assert pipeline.tiers.homes_on(0) + pipeline.tiers.residency.staging_count <= held.slot_count
 
 
+@pytest.mark.timeout(60)
+def test_a_path_that_took_over_more_than_it_has_room_for_keeps_it(make):
+    pipeline = make(capacity=28 * 4096, subgroup_count=48)  # 24 and four spare ones: what it needs
+    tiers = pipeline.tiers
+    for _ in range(3):
+        pipeline.balance.observe(seen(pipeline, (1, 1)))
+    lost = next(index for index, home in tiers.homes.items() if home == 0)
+    tiers.homes[lost] = 1  # as after a flush that failed
+    assert tiers.homes_on(1) + tiers.residency.staging_count > tiers.files[1].slot_count
+    before = dict(tiers.homes)
+    steps(pipeline, 2)
+    assert tiers.homes == before and not tiers.files[1].grow(1)
+
+
 def test_little_is_no_measurement_and_noise_moves_nothing(make):
     pipeline = make()
     before = dict(pipeline.tiers.homes)
