@@ -39,6 +39,10 @@ class PathIOError(OffloadError, OSError):
         super().__init__(message + (" " + detail if detail else ""))
         self.path, self.operation, self.offset, self.nbytes = path, operation, offset, nbytes
         self.errno = errno
+        self._detail = detail
+
+    def __reduce__(self) -> "tuple[object, ...]":  # a process that writes checkpoints sends it to the one that trains
+        return type(self), (self.path, self.operation, self.offset, self.nbytes, self.errno, self._detail)
 
     def __str__(self) -> str:
         return self.args[0]

@@ -18,6 +18,7 @@ import contextlib
 import functools
 import inspect
 import os
+import pickle
 import queue
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -141,7 +142,16 @@ def _write(directory: Any, transforms: Any, files: "dict[str, Iterable[tuple[Any
             written += _write_file(directory, transforms, name, entries)
         results.put({0: written})
     except Exception as error:
-        results.put(error)
+        results.put(_portable(error))
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or its text where it does not survive the way to another process, which would end this one there."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return OffloadError(f"{type(error).__name__}: {error}")
 
 
 def _write_file(directory: Any, transforms: Any, name: str, entries: "Iterable[tuple[Any, Any]]") -> "list[Any]":
