@@ -320,6 +320,16 @@ class StepPipeline:
 
     # --------------------------------------------------------------------------- between the steps
 
+    def settle(self) -> None:
+        """Wait until no flush is under way; the table then says where each subgroup's newest copy is.
+
+        Raises:
+            PathIOError, PathTimeoutError: a flush failed, and no other path takes the subgroup.
+        """
+        self._check_usable()
+        with self._stop_on_error("the last flushes of a step"):
+            self.tiers.settle()
+
     @contextlib.contextmanager
     def read(self, space: str, subgroup: Subgroup) -> "Iterator[StateView]":
         """The state of one subgroup, to read; valid inside the ``with`` block."""

@@ -135,7 +135,7 @@ class Snapshot:
 
     def _write(self, lease: Lease, nbytes: int) -> StoredBytes:
         """A copy of a buffer in a slot of its own; waits until it is there."""
-        path, slot, checksum = self._tiers.write_copy(lease, nbytes)
+        path, slot, nbytes, checksum = self._tiers.write_copy(lease, nbytes)
         self._hold(path, slot)
         return self._bytes(path, slot, nbytes, checksum)
 
@@ -156,12 +156,12 @@ def take_snapshot(pipeline: StepPipeline, works: "Mapping[str, AdamWork]") -> Sn
         PathIOError: a copy cannot be written; nothing is held.
     """
     tiers = pipeline.tiers
-    tiers.settle()
+    pipeline.settle()
     spaces = {name: list(zip(pipeline.indices(name), subgroups)) for name, subgroups in pipeline.subgroups.items()}
     copied = [i for i, entry in enumerate(tiers.table) if entry.where in (Where.HOST, Where.DEVICE)]
     weights = {name: w for name, w in works.items() if any(s.main_itemsize == _BF16_BYTES for _, s in spaces[name])}
     longest = max(subgroup.numel for subgroup in tiers.subgroups)
-    per_slot = weights_a_slot(tiers.files[0].slot_bytes, longest) if tiers.files else 1
+    per_slot = weights_a_slot(min((file.slot_bytes for file in tiers.files), default=0), longest)
     groups = {n: [spaces[n][i : i + per_slot] for i in range(0, len(spaces[n]), per_slot)] for n in weights}
     _make_room(tiers, len(copied) + sum(map(len, groups.values())))
     snapshot = Snapshot(tiers)
@@ -176,17 +176,17 @@ def take_snapshot(pipeline: StepPipeline, works: "Mapping[str, AdamWork]") -> Sn
                         weights[name].copy_weights(subgroup, torch.from_numpy(out).view(torch.bfloat16))
                         places.append((subgroup.index, start))
                         start += subgroup.numel * _BF16_BYTES
-                    stored = snapshot._write(lease, tiers.padded(start))
+                    stored = snapshot._write(lease, start)
                 located |= {(name, index): (stored, begin) for index, begin in places}
         for name, members in spaces.items():
             for index, subgroup in members:
                 entry = tiers.table[index]
                 if entry.where is Where.HOST:
-                    record = snapshot._write(entry.lease, tiers.padded(subgroup.record_bytes))
+                    record = snapshot._write(entry.lease, subgroup.record_bytes)
                 elif entry.where is Where.DEVICE:
                     with tiers.pool.lease() as lease:
                         tiers.read_from_device(index, lease)
-                        record = snapshot._write(lease, tiers.padded(subgroup.record_bytes))
+                        record = snapshot._write(lease, subgroup.record_bytes)
                 else:
                     tiers.pin(entry.path, entry.slot)
                     snapshot._hold(entry.path, entry.slot)

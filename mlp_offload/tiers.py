@@ -245,15 +245,18 @@ class Tiers:
                 if self.files:
                     self.files[path].free(slot)
 
-    def write_copy(self, lease: Lease, nbytes: int) -> "tuple[int, int, int | None]":
-        """Write the first ``nbytes`` of a buffer to a slot that is pinned at once; (path, slot, checksum) when it is there.
+    def write_copy(self, lease: Lease, nbytes: int) -> "tuple[int, int, int, int | None]":
+        """Write at least the first ``nbytes`` of a buffer to a slot that is pinned at once.
+
+        Returns:
+            (path, slot, bytes, checksum) when it is there; bytes are ``nbytes`` rounded up to what the path can transfer.
 
         Raises:
             PathIOError, PathTimeoutError
         """
         path = max(range(len(self.files)), key=lambda i: self.files[i].free_count)
         file = self.files[path]
-        slot = file.allocate()
+        slot, nbytes = file.allocate(), round_up(nbytes, file.alignment)
         try:
             checksum = file.write(slot, lease, nbytes, checksum=self.config.checksums).result()
         except PathTimeoutError:
@@ -264,11 +267,7 @@ class Tiers:
             raise
         self.pin(path, slot)
         self.retired.add((path, slot))
-        return path, slot, checksum
-
-    def padded(self, nbytes: int) -> int:
-        """``nbytes`` rounded up to what every path can transfer."""
-        return round_up(nbytes, max(RECORD_ALIGNMENT, *(file.alignment for file in self.files)))
+        return path, slot, nbytes, checksum
 
     def close(self) -> None:
         """Remove the state files and give the memory back. Safe to call twice and after errors."""

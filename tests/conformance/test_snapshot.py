@@ -1,6 +1,7 @@
 """A snapshot is the state at its moment, whatever training does until it is released; training does not notice."""
 
 import pickle
+import resource
 import subprocess
 import sys
 
@@ -8,8 +9,10 @@ import pytest
 import torch
 
 from mlp_offload import OffloadedAdamW
-from mlp_offload.errors import CapacityError, ChecksumError, WeightsChangedError
+from mlp_offload.errors import CapacityError, ChecksumError, OffloadError, PathIOError, WeightsChangedError
 from mlp_offload.snapshot import take_snapshot
+from mlp_offload.storage import statefile
+from mlp_offload.storage.engine import direct_supported
 from mlp_offload.tiers import Where
 
 SIZES = [(48, 64), (4097,), (16,), (3, 5, 7), (70, 31)]
@@ -108,6 +111,46 @@ def test_another_process_reads_it(make, tmp_path):
     arguments = [str(tmp_path / "source"), str(count), str(tmp_path / "read")]
     subprocess.run([sys.executable, "-c", program, *arguments], check=True)
     assert torch.equal(torch.load(tmp_path / "read"), before["main_param"])
+
+
+def test_not_of_a_state_whose_flush_has_failed(make, tmp_path):
+    optimizer, params = make(paths=[str(tmp_path / "a")], engine="threads")
+    train(optimizer, params, range(2))
+    tiers = optimizer._pipeline.tiers
+    tiers.settle()
+    index, entry = next(
+        (i, e) for i, e in enumerate(tiers.table) if e.where is Where.HOST and tiers.residency.streams(i)
+    )
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # the next write fails
+    try:
+        tiers.start_flush(index, entry.lease, 0, 2)
+        with pytest.raises(PathIOError, match="is safe in memory"):
+            snapshot_of(optimizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for use in (lambda: snapshot_of(optimizer), lambda: train(optimizer, params, [2])):
+        with pytest.raises(
+            OffloadError, match="can no longer be used: the last flushes of a step ended with PathIOError"
+        ):
+            use()
+
+
+@pytest.mark.parametrize("dtype, kept", LAYOUTS)
+def test_paths_may_ask_for_different_alignments(make, monkeypatch, dtype, kept):
+    def probe(directory):
+        found = direct_supported(directory)
+        return found._replace(alignment=16384) if directory.parent.name == "b" else found
+
+    monkeypatch.setattr(statefile, "direct_supported", probe)
+    optimizer, params = make(dtype, kept)
+    aligned = [file.alignment for file in optimizer._pipeline.tiers.files]
+    assert aligned[1] == 16384 > aligned[0]
+    train(optimizer, params, range(3))
+    before = state(optimizer)
+    snapshot = snapshot_of(optimizer)
+    train(optimizer, params, range(3, 5))
+    assert_equal(contents(snapshot.source(), optimizer), before)
 
 
 def test_without_room_nothing_is_held_and_training_goes_on(make, tmp_path):
