@@ -12,6 +12,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -140,10 +141,17 @@ class StateFile:
         nbytes = self.nbytes + slot_count * self.slot_bytes
         if self._limit_bytes is not None and nbytes > self._limit_bytes:
             return False
+        more = nbytes - self.nbytes
+        free = free_bytes(self.path.parent)
+        if more > free:
+            log.info("%s cannot grow by %s: %s are free", self.path, format_bytes(more), format_bytes(free))
+            return False
         try:
             allocate(self.path, nbytes)
         except OSError as error:
-            log.info("%s cannot grow by %s: %s", self.path, format_bytes(slot_count * self.slot_bytes), error.strerror)
+            log.info("%s cannot grow by %s: %s", self.path, format_bytes(more), error.strerror)
+            with suppress(OSError):  # ext4 keeps what it could still give, to the last block
+                os.truncate(self.path, self.nbytes)
             return False
         self._free[:0] = reversed(range(self.slot_count, self.slot_count + slot_count))  # used last
         self.slot_count, self.nbytes = self.slot_count + slot_count, nbytes

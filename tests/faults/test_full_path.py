@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from mlp_offload.errors import CapacityError
+from mlp_offload.storage import statefile
 from mlp_offload.storage.jobdir import ScratchFile
-from mlp_offload.storage.statefile import StateFile
+from mlp_offload.storage.statefile import StateFile, free_bytes
 
 MIB = 2**20
 
@@ -19,7 +20,8 @@ PRELUDE = """
 import os, sys
 from mlp_offload.errors import CapacityError
 from mlp_offload.storage.jobdir import ScratchFile
-from mlp_offload.storage.statefile import StateFile
+from mlp_offload.storage import statefile
+from mlp_offload.storage.statefile import StateFile, free_bytes
 directory = sys.argv[1]
 def state_file(slot_count, rank=0, **options):
     scratch = ScratchFile.create(directory, job="j", rank=rank, name="optimizer")
@@ -146,6 +148,23 @@ def test_a_reservation_that_fails_although_the_space_seemed_free(tmp_path):
         with pytest.raises(CapacityError, match=r"stopped at offset 0 of .*\(ENOSPC\)"):
             StateFile.create(scratch, slot_count=1, slot_bytes=slot_bytes)
         assert not scratch.path.parent.exists()
+
+
+def test_a_file_that_cannot_grow_gives_back_what_it_got(tmp_path, monkeypatch):
+    with (
+        loop_file_system(tmp_path, "mkfs.ext4 -q -m 0") as mounted,
+        state_file(mounted, 1, slot_bytes=65536) as file,
+    ):
+        os.sync()
+        free = free_bytes(mounted)
+        assert not file.grow(free // 65536 + 1)  # more than there is
+        assert file.path.stat().st_size == file.nbytes and free_bytes(mounted) == free
+        monkeypatch.setattr(statefile, "free_bytes", lambda directory: 2 * free)  # until another process took it
+        assert not file.grow(free // 65536 + 1)
+        os.sync()
+        assert file.slot_count == 1 and file.path.stat().st_size == file.nbytes
+        assert free - 65536 < free_bytes(mounted) <= free
+        assert file.grow(free // 2 // 65536) and file.slot_count == 1 + free // 2 // 65536
 
 
 def test_no_room_even_for_the_probe(tmp_path):
