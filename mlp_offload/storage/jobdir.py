@@ -6,10 +6,12 @@
    whatever ends it.
 3. Remove a file of that name: its owner would hold the lock, so it is dead (the node went down, or everything
    of the job was killed at once, sweeper included). Then the same for files of other ranks and jobs of this host.
+   Only a file whose lock is missing may have an owner that we cannot see (a job or container with a /dev/shm of its
+   own): where it was touched a short while ago, it stays.
 4. Create the file, mode 0600, and touch it each minute, which other nodes see.
 5. ``close()``: remove the file, and the directory if empty; dismiss the sweeper; give the lock back.
 
-Locks know only this node: nodes that share a path must have different host names.
+Locks know only this node, and of it only what shares its /dev/shm: nodes that share a path must have different host names.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from typing import final
 
 from ..errors import ConfigError, OffloadError, PathInUseError
 from ..units import format_bytes
-from .heartbeat import Heartbeat
-from .locks import NodeLock, private_directory, read_holder
+from .heartbeat import FRESH_SECONDS, Heartbeat
+from .locks import ABSENT, NodeLock, boot_time, look, private_directory, read_holder
 from .lustre import stripe
 from .sweeper import Sweeper
 
@@ -48,6 +50,7 @@ _JOB_VARIABLES = (
     ("LSB_JOBID", "lsf-{}"),
     ("TORCHELASTIC_RUN_ID", "torchrun-{}"),
 )
+_OF_A_BATCH_SYSTEM = ("slurm-", "pbs-", "lsf-")
 
 
 def job_name(explicit: str = "auto") -> str:
@@ -146,9 +149,17 @@ class ScratchFile:
         path = job_directory / f"{host_name()}-rank{rank:04d}-{_file_safe(name, 'name')}.state"
         # Undone in reverse, here and in close(): while the lock is held, no successor's file can be taken for ours.
         with ExitStack() as undo:
+            used_elsewhere = _may_be_used_elsewhere(path)
             lock = _lock_or_raise(path, job)
             undo.callback(lock.release)
             _make_job_directory(job_directory)  # nothing in it is touched before it is known to be ours
+            # A batch system runs a job once at a time, so what lies under its own name is of an earlier start.
+            if used_elsewhere and not job.startswith(_OF_A_BATCH_SYSTEM):
+                raise PathInUseError(
+                    f"path '{parent}': {path} was touched less than {FRESH_SECONDS / 60:.0f} minutes ago, by a process that "
+                    "cannot be seen here (in a container with a /dev/shm of its own?). If it has ended, remove the file, "
+                    "or wait; else give this job another path, or another `job` in the configuration."
+                )
             sweeper = Sweeper(job_directory, [path], lock.path, lock.fileno())
             undo.callback(sweeper.dismiss)
             undo.callback(_remove, path)
@@ -186,6 +197,17 @@ def _file_safe(text: str, what: str) -> str:
     if not text or len(text) > _NAME_LIMIT:
         raise ConfigError(f"{what}: {text!r} has {len(text)} characters; use 1 to {_NAME_LIMIT}")
     return re.sub(r"[^A-Za-z0-9._-]", "_", text)
+
+
+def _may_be_used_elsewhere(path: Path) -> bool:
+    """Whether a file has an owner whose lock cannot be seen here, as far as one can tell; see the note above."""
+    if look(str(path)) != ABSENT:
+        return False
+    try:
+        touched = path.lstat().st_mtime
+    except FileNotFoundError:
+        return False
+    return time.time() - touched < FRESH_SECONDS and touched >= boot_time()
 
 
 def _lock_or_raise(path: Path, job: str) -> NodeLock:
@@ -248,6 +270,8 @@ def _reclaim_stale(path: Path, job: str) -> int:
     for directory in _private_job_directories(path.parent.parent):
         with suppress(OSError):  # another process removes it at this moment
             for other in [file for file in directory.iterdir() if pattern.fullmatch(file.name) and file != path]:
+                if _may_be_used_elsewhere(other):
+                    continue
                 lock = NodeLock.acquire(str(other), {"pid": os.getpid(), "job": job, "state_file": str(other)})
                 if lock is not None:
                     nbytes = _unlink_size(other)
@@ -292,7 +316,7 @@ def _unlink_size(path: Path) -> int:
 def _remove(path: Path) -> None:
     """Remove a file and its directory if that leaves it empty. Never raises: it runs while other errors are on their way."""
     try:
-        path.unlink(missing_ok=True)
+        _unlink_size(path)
     except OSError as error:
         log.warning("path '%s': cannot remove %s: %s", path.parent.parent, path, error.strerror)
     with suppress(OSError):  # other ranks' files are in it, or it is gone

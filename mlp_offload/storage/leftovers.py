@@ -24,7 +24,7 @@ from ..errors import OffloadError
 from . import scheduler
 from .heartbeat import FRESH_SECONDS
 from .jobdir import JOB_PREFIX, host_name
-from .locks import FREE, HELD, NodeLock, look, read_holder
+from .locks import FREE, HELD, NodeLock, boot_time, look, read_holder
 
 LIVE, DEAD, UNKNOWN, FOREIGN = "live", "dead", "unknown", "foreign"
 
@@ -191,7 +191,7 @@ def _judge(path: Path, host: str, job: str, info: os.stat_result, seen: _Seen) -
             return LIVE, f"process {opener} has it open"
         if lock == FREE:
             return DEAD, f"its process ({pid}) was killed"
-        if info.st_mtime < _boot_time() and _age(info) >= FRESH_SECONDS:
+        if info.st_mtime < boot_time() and _age(info) >= FRESH_SECONDS:
             return DEAD, "this host has started since"
     if _age(info) < FRESH_SECONDS:
         return LIVE, f"touched {_age(info):.0f} s ago"
@@ -212,9 +212,3 @@ def _identity(info: os.stat_result) -> "tuple[int, int, int]":
 
 def _age(info: os.stat_result) -> float:
     return max(0.0, time.time() - info.st_mtime)  # the file's clock may be ahead of ours
-
-
-def _boot_time() -> float:
-    """Seconds since the epoch."""
-    with open("/proc/stat") as lines:
-        return next(float(line.split()[1]) for line in lines if line.startswith("btime "))

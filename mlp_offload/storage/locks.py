@@ -157,6 +157,12 @@ def read_holder(key: str) -> dict[str, object]:
     return content if isinstance(content, dict) else {}
 
 
+def boot_time() -> float:
+    """When this host started, which loses all locks; seconds since the epoch."""
+    with open("/proc/stat") as lines:
+        return next(float(line.split()[1]) for line in lines if line.startswith("btime "))
+
+
 def _is_file_at(fd: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))

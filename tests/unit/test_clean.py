@@ -14,7 +14,7 @@ import pytest
 from mlp_offload.cli.main import main
 from mlp_offload.storage import leftovers
 from mlp_offload.storage.jobdir import ScratchFile, host_name
-from mlp_offload.storage.locks import HELD, lock_path, look
+from mlp_offload.storage.locks import HELD, boot_time, lock_path, look
 
 HOLDER = """
 import sys
@@ -138,7 +138,7 @@ def test_this_hosts_file_without_a_lock_counts_as_another_hosts_unless_the_host_
 ):
     """Containers may not share the place of the locks."""
     path = file_of(tmp_path, host=host_name(), age=OLD)
-    booted = leftovers._boot_time()
+    booted = boot_time()
     assert 0 < booted < time.time()
     if time.time() - booted > 2 * OLD:
         assert clean(capsys, tmp_path)[1] == {path.name: "unknown"}

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from mlp_offload.errors import ConfigError, PathInUseError
+from mlp_offload.storage.heartbeat import FRESH_SECONDS
 from mlp_offload.storage.jobdir import ScratchFile, check_directories, host_name, job_name
-from mlp_offload.storage.locks import NodeLock, lock_path
+from mlp_offload.storage.locks import NodeLock, boot_time, lock_path
 from mlp_offload.storage.sweeper import Sweeper
 
 HOLDER = """
@@ -47,8 +48,8 @@ if how == "close":
 class Holder:
     """A process that holds ``directory``'s rank 0 file of job j."""
 
-    def __init__(self, directory, how="exit"):
-        command = [sys.executable, "-c", HOLDER, str(directory), how]
+    def __init__(self, directory, how="exit", before=()):
+        command = [*before, sys.executable, "-c", HOLDER, str(directory), how]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
         self.pid, self.sweeper_pid, self.child_pid = map(int, self.process.stdout.readline().split())
@@ -77,6 +78,11 @@ def create(directory, rank=0, name="optimizer", job="j"):
 
 def state_path(directory, rank=0, name="optimizer", job="j", host=None) -> Path:
     return Path(directory).resolve() / f"mlp-offload-{job}" / f"{host or host_name()}-rank{rank:04d}-{name}.state"
+
+
+def not_touched_lately(path):
+    """As a living owner would have done; it has no lock either."""
+    os.utime(path, (time.time() - FRESH_SECONDS - 1,) * 2)
 
 
 def vanished(*paths, seconds=20.0) -> bool:
@@ -213,8 +219,14 @@ def test_a_file_is_private_and_close_removes_everything(tmp_path):
     assert file.path == tmp_path / "mlp-offload-j" / f"{host_name()}-rank0003-optimizer.state"
     assert (file.path.stat().st_mode & 0o777, file.path.stat().st_size) == (0o600, 0)
     assert file.path.parent.stat().st_mode & 0o777 == 0o700
-    with create(tmp_path, rank=4) as other, create(tmp_path, rank=3, name="second") as second:
+    file.path.write_bytes(bytes(1 << 20))
+    with (
+        create(tmp_path, rank=4) as other,
+        create(tmp_path, rank=3, name="second") as second,
+        open(file.path, "rb") as orphan,  # of a forked child, say
+    ):
         file.close()
+        assert os.fstat(orphan.fileno()).st_blocks == 0
         file.close()
         assert other.path.exists() and second.path.exists() and not file.path.exists()
     assert list(tmp_path.iterdir()) == [] and not lock_path(str(file.path)).exists()
@@ -330,6 +342,7 @@ def test_what_a_dead_process_left_is_reclaimed_but_not_what_lives_or_lies_on_oth
         assert state_path(tmp_path).exists()
         dead = state_path(tmp_path, rank=7)
         dead.write_bytes(bytes(3 << 20))
+        not_touched_lately(dead)
         foreign = [
             state_path(tmp_path, rank=0, host="n1"),
             state_path(tmp_path, rank=0, host=host_name() + "-b"),
@@ -356,11 +369,41 @@ def test_what_another_job_left_is_reclaimed_too_but_not_what_is_not_ours(tmp_pat
     for path, mode in ((dead, 0o700), (strangers, 0o755)):
         path.parent.mkdir(mode=mode)
         path.write_bytes(bytes(1 << 20))
+        not_touched_lately(path)
     with create(tmp_path, job="alive") as alive, create(tmp_path, job="next", rank=1) as file:
         assert alive.path.exists() and file.path.exists() and strangers.exists()
         assert not dead.parent.exists()
     messages = [record.getMessage() for record in caplog.records]
     assert messages == [f"path '{tmp_path}': removed 1.0 MiB left by dead processes (job dead)"]
+
+
+def test_a_job_whose_locks_cannot_be_seen_here_keeps_its_file(tmp_path):
+    """A container, or a job under SLURM's job_container/tmpfs, has a /dev/shm of its own."""
+    script = 'mount -t tmpfs none /dev/shm && exec "$@"'
+    apart = ["unshare", "-Urm", "sh", "-c", script, "sh"]
+    tried = subprocess.run([*apart, "true"], capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"no private mounts here: {tried.stderr.strip()}")
+    with Holder(tmp_path, before=apart) as holder:
+        theirs = state_path(tmp_path)
+        with create(tmp_path, job="other") as file:
+            assert file.reclaimed_bytes == 0 and theirs.stat().st_size == 1 << 20
+        with pytest.raises(PathInUseError, match=f"{theirs} was touched less than 10 minutes ago, by a process that"):
+            create(tmp_path)
+        assert theirs.stat().st_size == 1 << 20
+        # What a host that has started since finds belongs to nobody; nor does what was not touched for so long.
+        os.utime(theirs, (boot_time() - 1,) * 2)
+        with create(tmp_path, job="other") as file:
+            assert file.reclaimed_bytes == 1 << 20
+        holder.go_on()
+
+
+def test_a_batch_systems_job_that_starts_again_finds_only_its_own(tmp_path):
+    left = state_path(tmp_path, job="slurm-4711")
+    left.parent.mkdir(mode=0o700)
+    left.write_bytes(bytes(1 << 20))
+    with create(tmp_path, job="slurm-4711") as file:
+        assert file.reclaimed_bytes == 1 << 20 and file.path == left
 
 
 def test_a_read_only_file_system_is_named_as_such(tmp_path):
