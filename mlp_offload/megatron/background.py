@@ -98,7 +98,7 @@ def async_save(
         raise
     finally:
         current.reset(token)
-    request.finalize_fns.append(save.release)
+    request.finalize_fns.insert(0, save.release)  # the writers are done; what comes after it may fail
     return request
 
 

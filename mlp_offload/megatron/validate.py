@@ -60,6 +60,11 @@ RULES = (
         "updates all chunks before it gathers: remove --overlap-param-gather-with-optimizer-step "
         "(--overlap-param-gather works)",
     ),
+    Rule(
+        "non_persistent_ckpt_type",
+        lambda kind: kind not in (None, "global"),
+        "saves and loads its state through torch_dist only: remove --non-persistent-ckpt-type, or set it to global",
+    ),
     Rule("qk_clip", bool, "holds no fp32 weights in memory to clip after the step: remove --qk-clip"),
 )
 

@@ -21,7 +21,12 @@ from mlp_offload.megatron import install, self_check  # noqa: E402
 from mlp_offload.megatron.validate import RULES, validate  # noqa: E402
 
 GOOD = {"use_distributed_optimizer": True, "optimizer": "adam", "decoupled_weight_decay": True}
-BAD = {"use_distributed_optimizer": False, "optimizer": "sgd", "decoupled_weight_decay": False}
+BAD = {
+    "use_distributed_optimizer": False,
+    "optimizer": "sgd",
+    "decoupled_weight_decay": False,
+    "non_persistent_ckpt_type": "local",
+}
 
 
 def test_options_that_work_pass():
@@ -49,6 +54,7 @@ def test_options_that_work_pass():
         "optimizer_cuda_graph",
         "use_layer_wise_distributed_optimizer",
         "overlap_param_gather_with_optimizer_step",
+        "non_persistent_ckpt_type",
         "qk_clip",
     ],
 )
@@ -82,7 +88,7 @@ def test_every_option_is_one_that_some_megatron_has():
     """A rule with a misspelt name would never refuse anything."""
     configs = (OptimizerConfig, DistributedDataParallelConfig, TransformerConfig)
     known = {field for config in configs for field in config.__dataclass_fields__}
-    only_arguments = {"use_torch_fsdp2", "use_custom_fsdp"}
+    only_arguments = {"use_torch_fsdp2", "use_custom_fsdp", "non_persistent_ckpt_type"}
     newer = {"fp4_param_gather", "optimizer_cuda_graph", "use_layer_wise_distributed_optimizer"}
     if newer & known:
         newer = set()  # a release that has one of them has them all
