@@ -133,6 +133,8 @@ def _tell(
     from rich.console import Console
     from rich.table import Table
 
+    from ..report.tables import keep_whole
+
     console = Console(highlight=False, soft_wrap=False)
     if not console.is_terminal:
         console.width = 240  # a log has no edge at which to wrap
@@ -144,7 +146,7 @@ def _tell(
             reason = f"{item.reason}; younger than --older-than, kept" if young else item.reason
             cells = (verdict, item.job, item.host or "", format_bytes(item.nbytes), _age(item), reason, str(item.path))
             table.add_row(*cells)
-        console.print(table, markup=False)
+        console.print(keep_whole(table), markup=False, crop=False)
     if not found:
         where = f" of job {options.job}" if options.job else ""
         print(f"nothing{where} on {', '.join(options.paths)}")

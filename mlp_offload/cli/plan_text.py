@@ -10,6 +10,7 @@ from rich.table import Table
 
 from ..plan.memory import Need
 from ..prediction import Prediction, lifetime
+from ..report.tables import keep_whole
 from ..units import format_bytes
 
 if TYPE_CHECKING:
@@ -34,10 +35,10 @@ def show(plan: "Plan") -> None:
         f"{need.micro_batches} micro-batch{'es' if need.micro_batches > 1 else ''} of {job.training.micro_batch_size} x {model.seq_length} tokens",
         soft_wrap=True,
     )
-    console.print(_gpu_table(plan))
-    console.print(_node_table(need))
+    console.print(keep_whole(_gpu_table(plan)), crop=False)
+    console.print(keep_whole(_node_table(need)), crop=False)
     if plan.prediction:
-        console.print(_time_table(plan, plan.prediction))
+        console.print(keep_whole(_time_table(plan, plan.prediction)), crop=False)
     if need.fits:
         console.print("[bold green]it fits[/]")
     else:
@@ -59,7 +60,7 @@ def show(plan: "Plan") -> None:
 def show_recipes(rows: "Sequence[dict[str, Any]]") -> None:
     """The table of recipes."""
     table = Table(title="recipes on nodes of four GPUs and 512 GiB; (nodes without offload)", title_justify="left")
-    for column in ("recipe", "parameters", "GPU GB", "nodes", "layout", "GPU peak", "paths"):
+    for column in ("recipe", "params", "GPU GB", "nodes", "layout", "GPU peak", "paths"):
         table.add_column(column, justify="left" if column in ("recipe", "layout") else "right", no_wrap=True)
     for row in rows:
         table.add_row(
@@ -67,7 +68,7 @@ def show_recipes(rows: "Sequence[dict[str, Any]]") -> None:
             *(f"{row['nodes']} ({row['stock_nodes']})", f"TP{row['tp']} PP{row['pp']} DP{row['dp']}"),
             *(format_bytes(max(row["gpu_bytes"], row["gpu_startup_bytes"])), format_bytes(row["path_bytes"])),
         )
-    Console().print(table)
+    Console().print(keep_whole(table), crop=False)
 
 
 def recipes_markdown(rows: "Sequence[dict[str, Any]]") -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +20,8 @@ DEFINITIONS = (
     "Share of the bound: bytes moved over what the paths could have moved at their expected rates while a step or its "
     "transfers were under way, in the direction that limits.",
 )
+PATH_WIDTH = 16
+"""Characters of a path's name in a line: the table then fits 80 columns."""
 PATH_COLUMNS = ("path", "", "a step", "while busy", "expected", "of it", "busy", "a day")
 
 
@@ -86,7 +89,7 @@ def seconds(value: float) -> str:
 
 
 def render(runs: "Sequence[tuple[str, Report, Sequence[Finding]]]") -> RenderableType:
-    """(name, report, findings) of one run, or of several beside each other, for a terminal."""
+    """(name, report, findings) of one run, or of several beside each other, for a terminal; print it with ``crop=False``."""
     several = len(runs) > 1
     table = Table(
         title=None if several else runs[0][0], title_justify="left", show_header=several, box=None, pad_edge=False
@@ -102,14 +105,26 @@ def render(runs: "Sequence[tuple[str, Report, Sequence[Finding]]]") -> Renderabl
         if report.paths:
             paths = Table(box=None, pad_edge=False)
             for i, column in enumerate(PATH_COLUMNS):
-                paths.add_column(column, justify="left" if i < 2 else "right", overflow="fold", no_wrap=i > 0)
+                paths.add_column(column, justify="left" if i < 2 else "right", no_wrap=i > 0)
             names = short_names(list(dict.fromkeys(use.path for use in report.paths)))
             for use in report.paths:
                 paths.add_row(*path_cells(use, names[use.path]))
+            # fixed, as the others may not wrap and would leave it nothing
+            paths.columns[0].width = min(PATH_WIDTH, max(map(cell_len, names.values())))
             full = [Text(f"{name}: {path}", style="dim") for path, name in names.items() if name != path]
-            parts += [paths, *full, Text("")]
+            parts += [keep_whole(paths), *full, Text("")]
         parts += [Text(f"> {finding.text}", style="bold" if i == 0 else "") for i, finding in enumerate(findings)]
     return Group(*parts, Text(""), *(Text(line, style="dim") for line in DEFINITIONS))
+
+
+def keep_whole(table: Table) -> Table:
+    """The table, whose cells are never cut: those that may not wrap keep their width, the others fold. Print it with
+    ``crop=False``: where there is less room than it needs, the terminal wraps its lines."""
+    for column in table.columns:
+        column.overflow = "fold"
+        if column.no_wrap:
+            column.min_width = max(cell_len(str(cell)) for cell in (column.header, *column.cells))
+    return table
 
 
 def side_by_side(runs: "Sequence[tuple[str, Report, Sequence[Finding]]]") -> "list[tuple[str, list[str]]]":
