@@ -166,23 +166,64 @@ class StepLog:
 
 
 def read_line(line: "str | bytes") -> "StepRecord | dict[str, Any] | None":
-    """A step, or the object of a header or end line; None for a torn or strange line."""
+    """A step, or the object of a header or end line; None for a torn line, and for one with values of a wrong type."""
     try:
         items = json.loads(line)
+        if not isinstance(items, dict) or ("header" in items and not _is_header(items["header"])):
+            return None
         if "header" in items or "end" in items:
             return items
         known = {f.name: items[f.name] for f in fields(StepRecord) if f.name in items}
         known["events"] = [Event(*event) for event in items["events"]]
         known["started"] = items.get("started_at", 0.0)
-        return StepRecord(**known)
-    except (ValueError, TypeError, KeyError):
+        record = StepRecord(**known)
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
+    return record if _is_step(record) else None
 
 
 def read_steps(file: "str | os.PathLike[str]") -> "list[StepRecord]":
     """All steps in a rank's file, of all its starts. For long runs see ``report.read``, which keeps less of each."""
     with open(file, encoding="utf-8") as stream:
         return [found for line in stream if isinstance(found := read_line(line), StepRecord)]
+
+
+_NUMBER = (int, float)
+_HEADER = {"time": _NUMBER, "host": str, "pid_namespace": str, "pid": int, "paths": list}
+_HEADER |= dict.fromkeys(("state_bytes", "buffer_bytes", "subgroup_count", "planned_hit_count", "staging_count"), int)
+_HEADER |= dict.fromkeys(("update_threads", "cores", "local_rank_count"), int)
+"""What a report looks at in a header, where it is there."""
+_STEP = {"step": int, "step_seconds": _NUMBER, "started": _NUMBER, "bytes_read": dict, "bytes_written": dict}
+_STEP |= dict.fromkeys(("hit_count", "fetch_count", "host_memory_bytes"), int)
+
+
+def _is_header(header: Any) -> bool:
+    if not isinstance(header, dict) or not all(isinstance(header[k], t) for k, t in _HEADER.items() if k in header):
+        return False
+    if header.get("subgroup_count") and "planned_hit_count" not in header:
+        return False
+    rates = (*_NUMBER, type(None))
+    return all(
+        isinstance(path, dict)
+        and isinstance(path.get("directory"), str)
+        and all(k in path and isinstance(path[k], t) for k, t in (("read", rates), ("write", rates), ("origin", str)))
+        for path in header.get("paths", ())
+    )
+
+
+def _is_step(record: StepRecord) -> bool:
+    return (
+        all(isinstance(getattr(record, name), kind) for name, kind in _STEP.items())
+        and all(isinstance(v, (*_NUMBER, type(None))) for v in (record.iteration, record.loss, record.grad_norm))
+        and all(isinstance(n, int) for moved in (record.bytes_read, record.bytes_written) for n in moved.values())
+        and all(
+            isinstance(e.begin, _NUMBER)
+            and isinstance(e.end, _NUMBER)
+            and isinstance(e.phase, str)
+            and isinstance(e.path, str)
+            for e in record.events
+        )
+    )
 
 
 def _ends_in_a_torn_line(file: Path) -> bool:

@@ -26,7 +26,7 @@ class RankLog:
         start_count: how often the rank was started, all in all.
         starting: the rank was started again and has not finished a step yet; ``steps`` are those before.
         ended: it closed its state in order.
-        torn_count: lines that could not be read.
+        torn_count: lines that could not be read, or whose values are of a wrong type.
     """
 
     def __init__(self, file: Path, last: "int | None" = None):
@@ -160,6 +160,12 @@ class Run:
         logs = {rank: log for rank, log in sorted(self.logs.items()) if log.steps}
         newest = max((log.header.get("time", 0.0) for log in logs.values()), default=0.0)
         return {rank: log for rank, log in logs.items() if not log.header or log.steps[-1].started >= newest}
+
+    def paths(self) -> "list[str]":
+        """The paths that the ranks of ``current()`` have, or moved bytes on."""
+        logs = self.current().values()
+        configured = [path["directory"] for log in logs for path in log.header.get("paths", ())]
+        return list(dict.fromkeys([*configured, *(path for log in logs for s in log.steps for path, _ in s.traffic)]))
 
     def require_steps(self) -> "dict[int, RankLog]":
         """``current()``.

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from mlp_offload.errors import OffloadError
+from mlp_offload.report.analysis import analyze
 from mlp_offload.report.read import Run
 from mlp_offload.telemetry import StepLog, StepRecord
 
@@ -168,3 +169,54 @@ def test_foreign_files_in_the_directory_are_none_of_ours(tmp_path):
     run = Run(tmp_path)
     run.poll()
     assert list(run.logs) == [0]
+
+
+WRONG = [
+    {"step": None},
+    {"step": "2"},
+    {"step_seconds": None},
+    {"step_seconds": "0.1"},
+    {"started_at": None},
+    {"loss": "low"},
+    {"hit_count": None},
+    {"bytes_read": None},
+    {"bytes_read": {"/a": None}},
+    {"events": None},
+    {"events": [["fetch", 0, None, 1.0, "/a"]]},
+    {"events": [["fetch", 0, 0.0, "1", "/a"]]},
+    {"events": [[["fetch"], 0, 0.0, 1.0, "/a"]]},
+    {"events": [7]},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=map(str, WRONG))
+def test_a_step_with_values_of_a_wrong_type_is_damaged_like_a_torn_one(tmp_path, wrong):
+    write(tmp_path, 0, [1, 2, 3], {"time": 1.0})
+    file = tmp_path / "rank0000.jsonl"
+    header, one, two, three, end = file.read_text().splitlines()
+    file.write_text("\n".join([header, one, json.dumps(json.loads(two) | wrong), three, end, ""]))
+    run = Run(tmp_path)
+    run.poll()
+    assert (steps_of(run), run.logs[0].torn_count) == ([1, 3], 1)
+    analyze({0: list(run.logs[0].steps)}, {0: run.logs[0].header})
+
+
+PATH = {"directory": "/a", "read": 1, "write": None, "origin": "measured"}
+WRONG_LINES = [7, None, ["header"], "end", {"header": None}, {"header": [1]}]
+WRONG_LINES += [{"header": {"time": None}}, {"header": {"subgroup_count": "7"}}, {"header": {"subgroup_count": 7}}]
+WRONG_LINES += [
+    {"header": {"paths": value}} for value in (None, ["/a"], [PATH | {"read": "fast"}], [PATH | {"directory": 1}])
+]
+WRONG_LINES += [{"header": {"paths": [{"directory": "/a"}]}}]
+
+
+@pytest.mark.parametrize("wrong", WRONG_LINES, ids=map(str, WRONG_LINES))
+def test_a_header_that_is_none_is_damaged_like_a_torn_one(tmp_path, wrong):
+    write(tmp_path, 0, [1, 2], {"time": 1.0, "paths": [PATH]}, end=False)
+    with open(tmp_path / "rank0000.jsonl", "a") as file:
+        file.write(json.dumps(wrong) + "\n")
+    write(tmp_path, 0, [3])
+    run = Run(tmp_path)
+    run.poll()
+    log = run.logs[0]
+    assert (steps_of(run), log.torn_count, log.start_count, run.paths()) == ([1, 2, 3], 1, 1, ["/a"])
