@@ -79,7 +79,7 @@ class Endurance:
                 nbytes = round(float(items["dwpd"]) * parse_bytes(items["size"], "size") * days)
             else:
                 raise ValueError("write DIR,tbw=7000TB or DIR,dwpd=1,size=3.84TB (,years=5)")
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise ConfigError(f"endurance {spec!r}: {error}") from error
         if not directory or nbytes <= 0:
             raise ConfigError(f"endurance {spec!r}: needs a directory, and what its drive may be written")

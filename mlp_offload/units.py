@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from typing import Any
 
 from .errors import ConfigError
 
@@ -58,3 +60,12 @@ def format_rate(bytes_per_second: float) -> str:
         if bytes_per_second >= factor:
             return f"{bytes_per_second / factor:.2f} {suffix}"
     return f"{bytes_per_second:.0f} B/s"
+
+
+def finite(value: "Any") -> "Any":
+    """The same for JSON, which has no infinity and no NaN: these are None, in dictionaries and lists as well."""
+    if isinstance(value, dict):
+        return {key: finite(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -42,12 +42,26 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: "Sequence[str] | None" = None) -> int:
-    """Run one command; returns the exit status: 1 where it could not do its work, 2 where the command line is wrong."""
+    """Run one command; returns the exit status: 1 where it could not do its work, 2 where the command line is wrong, and
+    130 or 141 as a shell has it after Ctrl-C and where the reader of the output has gone."""
     parser = build_parser()
-    options = _parse(parser, list(sys.argv[1:] if argv is None else argv))
-    if options.command is None:
-        parser.print_help(sys.stderr)
-        return 2
+    try:
+        with output.watch_stdout():
+            options = _parse(parser, list(sys.argv[1:] if argv is None else argv))
+            if options.command is None:
+                parser.print_help(sys.stderr)
+                return 2
+            if options.command != "run":
+                return _execute(options)
+        return _execute(options)  # the script's output and signals are its own business
+    except output.OutputError as error:
+        return output.tell_output_failure(error)
+    except KeyboardInterrupt:
+        print("mlp-offload: interrupted", file=sys.stderr)
+        return output.INTERRUPTED
+
+
+def _execute(options: argparse.Namespace) -> int:
     try:
         return options.execute(options)
     except OffloadError as error:

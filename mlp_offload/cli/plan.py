@@ -116,7 +116,7 @@ def add_command(commands: Any) -> None:
         "--save-rate", metavar="BYTES/s", help="at which a node writes a checkpoint (default: as to its last path)"
     )
     speed.add_argument("--grace", type=float, metavar="S", help="seconds between the signal to stop and the kill")
-    plan.add_argument("--png", metavar="FILE", help="draw memory and paths beside what there is")
+    plan.add_argument("--png", metavar="FILE", type=Path, help="draw memory and paths beside what there is")
     output.add_json(plan)
     plan.set_defaults(execute=_execute, takes_more=True, more=[])
 
@@ -133,7 +133,9 @@ def _execute(options: argparse.Namespace) -> int:
             print(plan_text.recipes_markdown(rows)) if options.markdown else plan_text.show_recipes(rows)
         return 0
     if options.png:
-        _check_png(options.png)
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError("--png needs matplotlib: pip install 'mlp-offload[examples]', or matplotlib alone")
+        output.check_file("--png", options.png)
     plan = make_plan(options)
     if options.png:
         from .plan_picture import draw
@@ -146,14 +148,3 @@ def _execute(options: argparse.Namespace) -> int:
         if options.png:
             print(f"picture: {options.png}")
     return 0 if plan.need.fits else DOES_NOT_FIT
-
-
-# ------------------------------------------------------------------------------------------ helpers
-
-
-def _check_png(file: str) -> None:
-    """Refuse before any work: no matplotlib, or nowhere to write."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--png needs matplotlib: pip install 'mlp-offload[examples]', or matplotlib alone")
-    if not Path(file).resolve().parent.is_dir():
-        raise ConfigError(f"--png {file}: there is no directory {Path(file).resolve().parent}")

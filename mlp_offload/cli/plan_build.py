@@ -81,8 +81,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
     job = _on_machine(job, machine, own_layout, assumptions)
     rates = _rates(options)
     endurance = {e.directory: e for e in map(Endurance.parse, options.endurance)}
-    if options.grace is not None and options.grace <= 0:
-        raise ConfigError(f"--grace {options.grace:g}: must be above 0")
+    if options.grace is not None and not 0 < options.grace < math.inf:
+        raise ConfigError(f"--grace {options.grace:g}: must be a number of seconds above 0")
     need, stock = needs_of(job, machine), needs_of(job, machine, offload=False)
     prediction = predict(need, rates, endurance) if need.paths or need.all_resident else None
     assumptions += _assumed(need, prediction, rates, options)
@@ -156,7 +156,7 @@ def _flags_of(
         raise ConfigError(
             f"{model!r} is no recipe ({', '.join(recipes.NAMES)}), and no file of flags: {reason}"
         ) from error
-    return Path(model).name, f"flags in {model}", [*recipes.read_args(text), *more], None
+    return Path(model).name, f"flags in {model}", [*recipes.read_args(text, model), *more], None
 
 
 def _machine(

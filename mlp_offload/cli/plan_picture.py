@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..plan.memory import Need
+from ..report.draw import save_png
 
 if TYPE_CHECKING:
     from .plan_build import Plan
@@ -23,8 +25,12 @@ _COLOURS = {
 }
 
 
-def draw(plan: "Plan", file: str) -> None:
-    """Write the picture; the format follows the file's suffix. Needs matplotlib."""
+def draw(plan: "Plan", file: Path) -> None:
+    """Write the picture. Needs matplotlib.
+
+    Raises:
+        OffloadError: the file cannot be written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -51,8 +57,10 @@ def draw(plan: "Plan", file: str) -> None:
         f"(TP {layout.tp}, PP {layout.pp}, DP {need.dp})"
     )
     figure.tight_layout()
-    figure.savefig(file, dpi=130)
-    pyplot.close(figure)
+    try:
+        save_png(figure, file)
+    finally:
+        pyplot.close(figure)
 
 
 def _training(need: Need) -> "dict[str, float]":

@@ -127,7 +127,7 @@ def _execute(options: argparse.Namespace) -> int:
         return _probe(options)
     except KeyboardInterrupt:
         print("mlp-offload probe: interrupted; nothing is left on the paths", file=sys.stderr)
-        return 130
+        return output.INTERRUPTED
     except OSError as error:
         raise OffloadError(str(error)) from error
 
@@ -352,6 +352,8 @@ def _show(told: "Sequence[dict[str, Any]]", rows: Sequence[Row], shared: "Sequen
     from rich.console import Console
     from rich.table import Table
 
+    from ..report.tables import keep_whole
+
     console = Console()
     console = console if console.is_terminal else Console(width=160)
     for fact in told:
@@ -379,7 +381,7 @@ def _show(told: "Sequence[dict[str, Any]]", rows: Sequence[Row], shared: "Sequen
         cells = (row.directory, row.process_count, row.at_once, format_bytes(row.block_size))
         rates = (f"{row.read / 1e6:.0f}", f"{row.write / 1e6:.0f}", mixed)
         table.add_row(*map(str, cells), *rates, *latencies)
-    console.print(table)
+    console.print(keep_whole(table), crop=False)
     for device, on_it in shared:
         print(
             f"{' and '.join(map(shlex.quote, on_it))} lie on one device ({device}): together they give what one of them gives. "

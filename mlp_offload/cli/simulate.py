@@ -132,9 +132,9 @@ def add_command(commands: Any) -> None:
 def _execute(options: argparse.Namespace) -> int:
     from ..simulator import simulate  # needs the native module, which `doctor` does without
 
-    for file in filter(None, (options.png, options.trace)):
-        if not file.absolute().parent.is_dir():
-            raise ConfigError(f"{file}: there is no directory {file.absolute().parent}; make it first")
+    for name in ("png", "trace"):
+        if file := getattr(options, name):
+            output.check_file(f"--{name}", file)
     if options.png:
         draw.need_matplotlib()
     inputs: "dict[str, Any]" = {}
@@ -168,7 +168,7 @@ def _execute(options: argparse.Namespace) -> int:
     from ..report.tables import render
 
     console = Console(highlight=False)
-    console.print(render([(name, report, judge(report))]))
+    console.print(render([(name, report, judge(report))]), crop=False)
     for file in filter(None, (options.png, options.trace)):
         console.print(f"written: {file}", soft_wrap=True, markup=False)
     return 0

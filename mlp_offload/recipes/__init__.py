@@ -113,10 +113,23 @@ def parse_gpu_memory(text: str) -> int:
     return parse_bytes(re.sub(r"(?i)gb$", "GiB", text.strip()), "--gpu-memory")
 
 
-def read_args(text: str) -> "list[str]":
+def read_args(text: str, name: str = "flags") -> "list[str]":
     """The words of a file of flags: blanks and line ends part them, quotes hold them together, ``#`` begins a comment,
-    and a backslash goes on in the next line."""
-    return shlex.split(text.replace("\\\n", " "), comments=True)
+    and a backslash goes on in the next line.
+
+    Raises:
+        ConfigError: a quote is not closed; says in which line of ``name`` its word begins.
+    """
+    words = shlex.shlex(text.replace("\\\n", " \n"), posix=True)  # the line end stays, so that lines can be counted
+    words.whitespace_split = True
+    try:
+        return list(words)
+    except ValueError as error:
+        line = words.lineno - words.token.count("\n")
+        reason = str(error).lower()
+        raise ConfigError(
+            f"{name}, line {line}: {reason}; close the quote, or write \\ before a quote or backslash that is meant"
+        ) from error
 
 
 def small(recipe: Recipe) -> "list[str]":

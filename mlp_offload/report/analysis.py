@@ -22,6 +22,7 @@ from typing import Any
 
 from ..errors import OffloadError
 from ..telemetry import PHASES, union_seconds
+from ..units import finite
 from .numbers import GPU_UPDATE, StepNumbers, Traffic
 
 Header = Mapping[str, Any]
@@ -124,14 +125,6 @@ class Report:
 
     def as_dict(self) -> "dict[str, Any]":
         """For JSON, which has no infinity and no NaN: these are None."""
-
-        def finite(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {key: finite(v) for key, v in value.items()}
-            if isinstance(value, (list, tuple)):
-                return [finite(v) for v in value]
-            return None if isinstance(value, float) and not math.isfinite(value) else value
-
         return finite(asdict(self))
 
 

@@ -1,11 +1,15 @@
 """What a newcomer types first: help that teaches, wrong options that are told at once."""
 
+import errno
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from mlp_offload.cli import output
 from mlp_offload.cli.main import main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -72,3 +76,68 @@ def test_the_quickstart_takes_paths_from_where_it_was_called(tmp_path):
     (tmp_path / "state").mkdir()
     command = [sys.executable, str(REPOSITORY / "scripts" / "quickstart.py"), "--check-options", "--paths", "state"]
     assert subprocess.run(command, cwd=tmp_path, timeout=60).returncode == 0
+
+
+SIMULATE = (
+    "simulate",
+    "1e6",
+    "--host-memory",
+    "4MB",
+    "--subgroup-size",
+    "100000",
+    "--path",
+    "/a,read=1GB/s,write=1GB/s",
+)
+PLAN = ("plan", "gpt-7b", "--path", "/a,read=1GB/s,write=1GB/s")
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "mlp_offload", *arguments]
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("plan", "--help"), (*SIMULATE, "--json"), PLAN])
+def test_a_reader_that_has_gone_ends_it_without_a_word(arguments):
+    """As `| head -0` does: nobody reads the pipe when the first line is written, whether from a buffer or through rich."""
+    with subprocess.Popen(
+        command(*arguments), cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        error = process.stderr.read().decode()
+        assert (process.wait(timeout=60), error) == (141, "")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), (*SIMULATE, "--json"), (*PLAN, "--json"), SIMULATE])
+def test_output_that_cannot_be_written_is_told_in_one_line(arguments):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command(*arguments), cwd=REPOSITORY, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (1, "mlp-offload: standard output: No space left on device\n")
+
+
+def test_an_error_of_something_else_is_not_taken_for_one_of_the_output(monkeypatch, capsys):
+    def fail(options):
+        print("begun")
+        raise OSError(errno.ENOSPC, "elsewhere")
+
+    monkeypatch.setattr("mlp_offload.cli.plan._execute", fail)
+    with pytest.raises(OSError, match="elsewhere"):
+        main(["plan"])
+    assert capsys.readouterr().out == "begun\n"
+
+
+def test_ctrl_c_ends_a_command_with_one_line(tmp_path):
+    os.mkfifo(tmp_path / "plan.json")  # a plan that does not come
+    asked = command("simulate", "--plan", str(tmp_path / "plan.json"))
+    with (
+        subprocess.Popen(asked, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
+        open(tmp_path / "plan.json", "w"),  # open when the command is
+    ):
+        process.send_signal(signal.SIGINT)
+        told, error = process.communicate(timeout=60)
+    assert (process.returncode, told, error) == (130, "", "mlp-offload: interrupted\n")
+
+
+def test_json_has_no_nan_and_no_infinity(capsys):
+    output.print_json({"a": [float("nan"), 1.5], "b": {"c": float("inf"), "d": ("x", None)}})
+    assert capsys.readouterr().out == '{"ok": true, "a": [null, 1.5], "b": {"c": null, "d": ["x", null]}}\n'

@@ -178,8 +178,13 @@ def test_probe_measures_a_path_that_nobody_has_measured(capsys, tmp_path):
         (["gpt-7b", "--endurance", "/elsewhere,tbw=7TB"], "endurance of '/elsewhere': no such path; paths: nvme"),
         (["gpt-7b", "--endurance", "nvme,dwpd=1"], "write DIR,tbw=7000TB or DIR,dwpd=1,size=3.84TB"),
         (["gpt-7b", "--mfu", "40"], "mfu is 40.0: it is a share, at most 1"),
-        (["gpt-7b", "--grace", "-1"], "--grace -1: must be above 0"),
-        (["gpt-7b", "--png", "/no/such/place/a.png"], "there is no directory /no/such/place"),
+        (["gpt-7b", "--grace", "-1"], "--grace -1: must be a number of seconds above 0"),
+        (["gpt-7b", "--grace", "nan"], "--grace nan: must be a number of seconds above 0"),
+        (["gpt-7b", "--grace", "inf"], "--grace inf: must be a number of seconds above 0"),
+        (["gpt-7b", "--endurance", "nvme,dwpd=inf,size=1TB"], "endurance 'nvme,dwpd=inf,size=1TB': cannot convert"),
+        (["gpt-7b", "--png", "/no/such/place/a.png"], "there is no directory /no/such/place; make it first"),
+        (["nothing", "--png", "/proc"], "--png /proc: Is a directory; name a file in it"),  # before any work
+        (["gpt-7b", "--png", "/proc/plan.png"], "picture '/proc/plan.png': No such file or directory"),
         (["gpt-7b", "--", "--global-batch-size", "1023"], "not a multiple of --micro-batch-size 1 x DP 4. It fits on"),
         (["--", "--num-layers", "2"], "the following arguments are required: --hidden-size"),
     ],
@@ -187,6 +192,20 @@ def test_probe_measures_a_path_that_nobody_has_measured(capsys, tmp_path):
 def test_what_cannot_be_told_is_refused_with_the_reason(capsys, arguments, message):
     status, output, error = told(capsys, *arguments)
     assert status == 1 and output == "" and message in error
+
+
+@pytest.mark.parametrize(
+    "text, line, reason",
+    [
+        ("# it's a comment\n\n--lr 1 \\\n --bf16\n--data-path '/a\n--fp16\n", 5, "no closing quotation"),
+        ("--lr 'a\nb'\n--data-path \\", 3, "no escaped character"),
+    ],
+)
+def test_a_quote_that_is_not_closed_is_told_with_its_line(capsys, tmp_path, text, line, reason):
+    file = tmp_path / "flags.args"
+    file.write_text(text)
+    status, output, error = told(capsys, file)
+    assert (status, output) == (1, "") and error.startswith(f"mlp-offload plan: {file}, line {line}: {reason}; ")
 
 
 def test_a_wrong_option_is_not_taken_for_a_flag_of_megatron(capsys):
@@ -237,3 +256,17 @@ def test_the_small_variant_differs_where_it_says_so(name):
         "--clip-grad",
     ):
         assert flag in flags and flag in recipe.flags
+
+
+@pytest.mark.parametrize("columns", ["60", "80"])
+def test_the_table_of_recipes_is_whole_and_fits_eighty_columns(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    status, output, _ = told(capsys, "--recipes")
+    assert status == 0 and "…" not in output and all(output.count(name) >= 2 for name in NAMES)
+    assert max(map(len, output.splitlines())) <= 80
+
+
+def test_a_narrow_terminal_cuts_no_path(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    status, output, _ = told(capsys, "gpt-70b", "--path", "/lustre/someone/scratch,read=1GB/s,write=1GB/s")
+    assert status == 0 and "…" not in output

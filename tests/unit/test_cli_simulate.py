@@ -1,6 +1,7 @@
 """``mlp-offload simulate`` as it is typed."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -184,6 +185,7 @@ def test_a_plan_and_options_over_it(capsys, tmp_path):
         (("--plan", "/no/such/plan.json"), 1, "No such file"),
         ((*ASKED, "--trace", "/no/such/directory/s.json"), 1, "make it first"),
         ((*ASKED, "--png", "/no/such/directory/s.png"), 1, "make it first"),
+        ((*ASKED, "--trace", "/proc"), 1, "--trace /proc: Is a directory"),
     ],
 )
 def test_what_is_wrong_is_told(capsys, arguments, status, message):
@@ -207,3 +209,22 @@ def test_it_works_without_torch_and_says_what_pictures_need(tmp_path):
     done = run("--png", str(tmp_path / "s.png"), "--trace", str(tmp_path / "s.json"))
     assert done.returncode == 1 and "pictures need matplotlib" in done.stderr
     assert not list(tmp_path.iterdir()), "told before any work"
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_a_narrow_terminal_costs_no_content(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    paths = (
+        "--path",
+        "/nvme/scratch,read=6GB/s,write=5GB/s",
+        "--path",
+        f"/{'long' * 6}/scratch,read=4GB/s,write=4GB/s",
+    )
+    status, output, _ = told(capsys, "17e9", "--ranks", "4", "--host-memory", "60GiB", "--compute-seconds", "4", *paths)
+    assert status == 0
+    table = output[output.index("\npath ") : output.index("\nnvme/scratch: /nvme")]
+    names = "".join(line.split()[0] for line in table.strip().splitlines()[1:])
+    assert names == 2 * "nvme/scratch" + 2 * f"{'long' * 6}/scratch", table
+    assert re.findall(r" write .* (\S+ TB) *$", table, re.MULTILINE) == ["396 TB", "318 TB"], table
+    if columns == 80:
+        assert max(map(len, output.splitlines())) <= 80
