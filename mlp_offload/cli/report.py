@@ -89,6 +89,7 @@ def _execute(options: argparse.Namespace) -> int:
     else:
         _read(runs, quiet=options.json)
     found = [(str(run.directory), *_judged(run, given)) for run in runs]
+    _refuse_unknown(given, runs)
     if options.png or options.html:
         pictures = [_picture(run, report) for run, (_, report, _) in zip(runs, found)]
         _write(options, found, pictures)
@@ -107,7 +108,7 @@ def _execute(options: argparse.Namespace) -> int:
         from ..report.tables import render
 
         console = Console(highlight=False)
-        console.print(render(found))
+        console.print(render(found), crop=False)
         for run in runs:
             for note in _notes(run):
                 console.print(f"note: {run.directory}: {note}", soft_wrap=True, markup=False)
@@ -116,7 +117,7 @@ def _execute(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace) -> "dict[str, tuple[int | None, int | None]]":
+def _check(options: argparse.Namespace) -> "list[PathConfig]":
     """The given rates. Refuses what cannot work before anything is read."""
     if options.follow and (options.json or len(options.runs) > 1):
         raise ConfigError("--follow shows one RUN on the terminal: give one, and no --json")
@@ -124,15 +125,15 @@ def _check(options: argparse.Namespace) -> "dict[str, tuple[int | None, int | No
         raise ConfigError(f"--every {options.every:g}: must be above 0 seconds")
     if options.follow and options.last is None:
         options.last = FOLLOWED_STEPS
-    for file in filter(None, (options.png, options.html)):
-        draw.need_matplotlib()
-        if not file.absolute().parent.is_dir():
-            raise ConfigError(f"{file}: there is no directory {file.absolute().parent}; make it first")
+    for name in ("png", "html"):
+        if file := getattr(options, name):
+            draw.need_matplotlib()
+            output.check_file(f"--{name}", file)
     paths = [PathConfig.parse(spec) for spec in options.paths]
     for path in paths:
         if path.read is None and path.write is None:
             raise ConfigError(f"--path {path.directory}: give its rates, as in {path.directory},read=6GB/s,write=3GB/s")
-    return {path.resolved_directory(): (path.read, path.write) for path in paths}
+    return paths
 
 
 def _read(runs: "Sequence[Run]", quiet: bool) -> None:
@@ -152,11 +153,29 @@ def _read(runs: "Sequence[Run]", quiet: bool) -> None:
             run.poll(lambda nbytes: bar.advance(task, nbytes))
 
 
-def _judged(run: Run, given: "dict[str, tuple[int | None, int | None]]") -> "tuple[Report, list[Finding]]":
+def _judged(run: Run, given: "Sequence[PathConfig]") -> "tuple[Report, list[Finding]]":
     logs = run.require_steps()
     headers = {rank: log.header for rank, log in logs.items() if log.header}
-    report = analyze({rank: list(log.steps) for rank, log in logs.items()}, headers, given)
+    rates = {directory: (path.read, path.write) for path in given for directory in _meant(path, run)}
+    report = analyze({rank: list(log.steps) for rank, log in logs.items()}, headers, rates)
     return report, judge(report)
+
+
+def _meant(given: PathConfig, run: Run) -> "list[str]":
+    """The paths of the run that are called so, in full or as the table calls them; at most one."""
+    names = draw.short_names(run.paths())
+    wanted = (given.directory, given.resolved_directory())
+    return [path for path in names if path in wanted] or [
+        path for path, name in names.items() if name == given.directory
+    ]
+
+
+def _refuse_unknown(given: "Sequence[PathConfig]", runs: "Sequence[Run]") -> None:
+    """A --path that none of the runs has would change nothing."""
+    for path in given:
+        if not any(_meant(path, run) for run in runs):
+            known = ", ".join(dict.fromkeys(name for run in runs for name in run.paths())) or "none"
+            raise ConfigError(f"--path {path.directory}: no such path; paths: {known}")
 
 
 def _notes(run: Run) -> "list[str]":
@@ -171,7 +190,7 @@ def _notes(run: Run) -> "list[str]":
         notes.append(f"ranks {left} took no part in the newest start")
     torn = sum(log.torn_count for log in run.logs.values())
     if torn:
-        notes.append(f"{torn} lines were torn off in the middle (a killed rank) and left out")
+        notes.append(f"{torn} lines were torn off in the middle (a killed rank) or damaged, and left out")
     return notes
 
 
@@ -179,7 +198,7 @@ def _starts(run: Run) -> int:
     return max(log.start_count for log in run.logs.values())
 
 
-def _follow(run: Run, given: "dict[str, tuple[int | None, int | None]]", every: float) -> None:
+def _follow(run: Run, given: "Sequence[PathConfig]", every: float) -> None:
     """Show the report until the run ends or Ctrl-C. Files may appear later."""
     from rich.console import Console, Group
     from rich.live import Live
@@ -207,6 +226,7 @@ def _follow(run: Run, given: "dict[str, tuple[int | None, int | None]]", every: 
                         return  # told by who looks next
                     shown, newest = Text(f"waiting: {error}"), 0
                 else:
+                    _refuse_unknown(given, [run])
                     newest = report.steps[1]
                     shown = render([(str(run.directory), report, findings)])
                     if not terminal and newest != told:
