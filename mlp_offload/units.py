@@ -58,3 +58,17 @@ def format_rate(bytes_per_second: float) -> str:
         if bytes_per_second >= factor:
             return f"{bytes_per_second / factor:.2f} {suffix}"
     return f"{bytes_per_second:.0f} B/s"
+
+
+def format_seconds(seconds: float) -> str:
+    """ "3.26 s", "838 s", "2.5 h", "12.1 days" or "33.0 years"."""
+    for limit, factor, suffix in ((6000, 1, "s"), (48 * 3600, 3600, "h"), (730 * 86400, 86400, "days")):
+        if seconds < limit:
+            return (
+                f"{seconds:.2f} s"
+                if seconds < 10
+                else f"{seconds:.0f} s"
+                if suffix == "s"
+                else f"{seconds / factor:.1f} {suffix}"
+            )
+    return f"{seconds / 86400 / 365:.1f} years"
