@@ -14,6 +14,7 @@ import contextlib
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -24,7 +25,7 @@ from .config import OffloadConfig
 from .device_share import DeviceShare
 from .errors import OffloadError
 from .opening import Gpu, fill_slots, open_tiers
-from .plan.schedule import Row, StepPlan, plan_step
+from .plan.schedule import Row, StepPlan, Waiting, plan_step
 from .plan.subgroups import Subgroup, cut
 from .ranks import RankContext
 from .records import DeviceFuture, DeviceRecord, StateView
@@ -215,13 +216,13 @@ class StepPipeline:
     def _run(self, space: str, plan: StepPlan, work: SubgroupWork, record: StepRecord) -> None:
         tiers, first = self.tiers, self._first[space]
         subgroup_of = self.subgroups[space]
-        here = [row for row in plan.rows if not row.device]
-        there = [row for row in plan.rows if row.device]
-        to_fetch = [row.subgroup for row in plan.rows if not row.hit]
+        here = Waiting(row for row in plan.rows if not row.device)
+        there = Waiting(row for row in plan.rows if row.device)
+        to_fetch = OrderedDict.fromkeys(row.subgroup for row in plan.rows if not row.hit)
         fetches: "dict[int, Flight]" = {}
         passing: "list[_Passing]" = []
         if here:  # the first gradients travel while the first state is fetched
-            work.prepare(subgroup_of[here[0].subgroup - first])
+            work.prepare(subgroup_of[here.first.subgroup - first])
         if there:
             work.start_on_device([subgroup_of[row.subgroup - first] for row in there])
         while True:
@@ -235,22 +236,22 @@ class StepPipeline:
             # A subgroup whose flush of the step before is still under way has no good copy on its path yet.
             stored = (i for i in to_fetch if tiers.table[i].where is Where.STORED)
             for index in list(islice(stored, tiers.pool.free_count)):
-                to_fetch.remove(index)
+                del to_fetch[index]
                 fetches[index] = tiers.start_fetch(index, tiers.pool.lease(), record)
             # What the GPU can begin goes first: it takes no time here.
-            row = self._first_ready(there, fetches) or self._first_ready(here, fetches)
+            arrived = [index for index, fetch in fetches.items() if fetch.future.done()]
+            row = there.take(arrived) or here.take(arrived)
             if row is None:
                 begin = self._clock()
                 tiers.wait_any([*fetches.values(), *passing, *tiers.flushes])
-                stalled = [*here, *there, *(update.row for update in passing)][0].subgroup
-                record.add("stall", stalled, begin, self._clock())
+                stalled = here.first or there.first or passing[0].row
+                record.add("stall", stalled.subgroup, begin, self._clock())
                 continue
             if not row.hit:
                 tiers.land_fetch(fetches.pop(row.subgroup))
             lease, subgroup = tiers.table[row.subgroup].lease, subgroup_of[row.subgroup - first]
             begin = self._clock()
             if row.device:
-                there.remove(row)
                 if lease is not None:
                     future = work.update_on_device(subgroup, tiers.view(row.subgroup, lease))
                     passing.append(_Passing(row, lease, future, begin))
@@ -259,9 +260,8 @@ class StepPipeline:
                     record.add("update", row.subgroup, begin, self._clock(), GPU)
                     tiers.table[row.subgroup].step = plan.step
                 continue
-            here.remove(row)
             if here:  # its gradients travel while this one is updated
-                work.prepare(subgroup_of[here[0].subgroup - first])
+                work.prepare(subgroup_of[here.first.subgroup - first])
             work.update(subgroup, tiers.view(row.subgroup, lease))
             record.add("update", row.subgroup, begin, self._clock())
             self._keep_or_flush(row, lease, plan, record)
@@ -271,14 +271,6 @@ class StepPipeline:
             self.tiers.keep(row.subgroup, lease, plan.step)
         else:
             self.tiers.start_flush(row.subgroup, lease, row.path, plan.step, record)
-
-    @staticmethod
-    def _first_ready(waiting: Sequence[Row], fetches: "Mapping[int, Flight]") -> "Row | None":
-        """The first row in plan order whose state is in host memory: a slow path holds up only its own rows."""
-        for row in waiting:
-            if row.hit or (row.subgroup in fetches and fetches[row.subgroup].future.done()):
-                return row
-        return None
 
     def passing_count(self) -> int:
         """How many subgroups of all spaces will pass through GPU memory in the next step."""

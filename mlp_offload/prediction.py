@@ -16,9 +16,10 @@ from .plan.megatron_flags import Job
 from .plan.memory import Need
 from .plan.model import matrix_numel_a_token, total_numel
 from .simulator import SimulatedPath, simulate
-from .units import format_bytes, parse_bytes
+from .units import format_seconds, parse_bytes
 
 DAY_SECONDS = 86400.0
+_SUFFIXES = {"adam": "-rate", "copy": "-rate", "gpu_adam": "-rate", "save": "-rate"}  # of the flags of `plan`
 _STEPS = 4  # the first has nothing in memory; the others alternate their direction
 
 
@@ -50,7 +51,9 @@ class Rates:
         for name in ("adam", "copy", "gpu_adam", "gpu_flops", "mfu", "tokens_per_second", "compute_seconds", "save"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"{name} is {value}: it must be above 0")
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}{_SUFFIXES.get(name, '')} {value:g}: it must be above 0, and finite"
+                )
         if self.mfu > 1:
             raise ConfigError(f"mfu is {self.mfu}: it is a share, at most 1")
 
@@ -109,6 +112,7 @@ class Prediction:
         checkpoint_bytes: of the whole model.
         save_seconds: of a checkpoint before the end, at most; nothing overlaps in it.
         exit_seconds: from a signal to the end: the iteration that runs is ended, then all is saved.
+        save_every_seconds, run_seconds: between two checkpoints, and of the whole training; 0 where its flags do not tell.
     """
 
     compute_seconds: float
@@ -126,6 +130,8 @@ class Prediction:
     checkpoint_bytes: int
     save_seconds: float
     exit_seconds: float
+    save_every_seconds: float
+    run_seconds: float
 
 
 def predict(need: Need, rates: Rates, endurance: "Mapping[str, Endurance] | None" = None) -> Prediction:
@@ -192,6 +198,7 @@ def predict(need: Need, rates: Rates, endurance: "Mapping[str, Endurance] | None
     return Prediction(
         *(compute_seconds, origin, mean["fetch"], mean["update"], mean["flush"], mean["stall"], step, bound),
         *(last[-1].hit_rate, iteration, tokens / iteration, tuple(uses), checkpoint, save, iteration + save),
+        *(job.training.save_interval * iteration, job.training.iterations * iteration),
     )
 
 
@@ -236,8 +243,7 @@ def _save_seconds(need: Need, paths: "tuple[PathConfig, ...]", checkpoint: int, 
 
 def lifetime(use: PathUse) -> str:
     """For people: how long a drive lives with what is written to it."""
-    written = f"{format_bytes(use.day_written_bytes)} written a day"
+    written = f"{use.day_written_bytes / 1e12:.3g} TB written a day"  # as drives are sold
     if use.worn_out_days is None:
         return written
-    days = use.worn_out_days
-    return f"{written}: worn out after {days:.0f} days" + (f" ({days / 365:.1f} years)" if days > 730 else "")
+    return f"{written}: worn out after {format_seconds(use.worn_out_days * DAY_SECONDS)}"

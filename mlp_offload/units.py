@@ -62,10 +62,24 @@ def format_rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second:.0f} B/s"
 
 
-def finite(value: "Any") -> "Any":
+def finite(value: Any) -> Any:
     """The same for JSON, which has no infinity and no NaN: these are None, in dictionaries and lists as well."""
     if isinstance(value, dict):
         return {key: finite(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def format_seconds(seconds: float) -> str:
+    """ "3.26 s", "838 s", "2.5 h", "12.1 days" or "33.0 years"."""
+    for limit, factor, suffix in ((6000, 1, "s"), (48 * 3600, 3600, "h"), (730 * 86400, 86400, "days")):
+        if seconds < limit:
+            return (
+                f"{seconds:.2f} s"
+                if seconds < 10
+                else f"{seconds:.0f} s"
+                if suffix == "s"
+                else f"{seconds / factor:.1f} {suffix}"
+            )
+    return f"{seconds / 86400 / 365:.1f} years"

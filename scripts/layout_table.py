@@ -79,7 +79,7 @@ def comparisons() -> "list[tuple[int, str]]":
 
 def render(columns: Columns) -> str:
     """The page."""
-    from mlp_offload.megatron.validate import RULES
+    from mlp_offload.plan.refusals import RULES
 
     versions = sorted(columns)
     lines = ["| processes | layout and features | " + " | ".join(f"Megatron-Core {v}" for v in versions) + " |"]

@@ -17,7 +17,11 @@ last_value() {
     printf '%s' "$found"
 }
 
+# What stands at the head of the batch script.
+usage() { sed -n '/^#$/,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[-1]}" | sed 1d; }
+
 read_settings() {
+    case ${1:-} in -h|--help) usage; exit 0 ;; esac
     dry_run=0
     if [ "${1:-}" = --dry-run ]; then dry_run=1; shift; fi
     flags=("$@")

@@ -19,7 +19,7 @@ Say what a training needs on each GPU, in each node's memory and on each path, w
 how long an iteration and a last checkpoint take. Needs no GPU, no torch and no Megatron.
 
 MODEL is a recipe, or a file of Megatron flags (one or many a line, `#` begins a comment). Flags after `--` are added to it,
-or are the whole model. What a number rests on is printed below it; activations, compute and the CPU's speed are estimates.
+or are the whole model; --vocab-size has to be among them, for no tokenizer is read. What a number rests on is printed below it; activations, compute and the CPU's speed are estimates.
 """
 
 _EXAMPLES = f"""\
@@ -36,7 +36,7 @@ examples:
         --host-memory 512GiB --json --png plan.png -- --num-layers 32 --hidden-size 4096 ...
 
   will it end in time when the job is preempted, and how long does the drive live?
-    mlp-offload plan gpt-20b --grace 300 --endurance 'nvme,dwpd=1,size=3.84TB'
+    mlp-offload plan gpt-70b --grace 600 --path /nvme,read=6GB/s,write=4GB/s --endurance '/nvme,dwpd=1,size=3.84TB'
 
   a part of the state in spare GPU memory:
     mlp-offload plan gpt-20b -- --mlp-offload-gpu-memory 20GiB

@@ -21,6 +21,7 @@ from ..plan.search import (
     layout_flags,
     leanest_layout,
     more_host_memory,
+    more_state_in_memory,
     on_these_nodes,
     smallest,
 )
@@ -229,13 +230,12 @@ def _with_rates(path: PathConfig, offload: OffloadConfig, probe: bool, assumptio
     try:
         directory = path.resolved_directory()
         found = measure_once(directory, **settings)[0] if probe else load(device_key(directory), settings)
-    except OSError as error:
-        raise ConfigError(
-            f"path {path.directory!r}: its bandwidth is not known, and cannot be measured here: {error}"
-        ) from error
+        why = ""
+    except (OSError, ConfigError) as error:
+        found, why = None, f", and cannot be measured here: {error}"
     if found is None:
         raise ConfigError(
-            f"path {path.directory!r}: its bandwidth is not known; write {path.directory},read=BYTES/s,write=BYTES/s, "
+            f"path {path.directory!r}: its bandwidth is not known{why}; write {path.directory},read=BYTES/s,write=BYTES/s, "
             "or measure it with --probe on a node that has it"
         )
     read, write = round(found.read_bytes_per_second), round(found.write_bytes_per_second)
@@ -293,6 +293,9 @@ def _assumed(need: Need, prediction: "Prediction | None", rates: Rates, options:
 def _changes(job: Job, machine: Machine, need: Need, fewest: "Fit | None") -> "tuple[str, ...]":
     """What makes it fit; each line was tried."""
     lines = [f"{fit.change}: {format_bytes(fit.need.gpu.total)} on a GPU" for fit in changes_that_fit(job, machine)]
+    if kept := more_state_in_memory(job, machine):
+        assert kept.need.host is not None
+        lines.append(f"{kept.change}: {format_bytes(kept.need.host.total)} of a node's memory")
     if other := on_these_nodes(job, machine, True):
         lines.append(f"another layout: {other.change}")
     for path in need.paths:

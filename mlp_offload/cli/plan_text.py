@@ -11,7 +11,7 @@ from rich.table import Table
 from ..plan.memory import Need
 from ..prediction import Prediction, lifetime
 from ..report.tables import keep_whole
-from ..units import format_bytes
+from ..units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from ..plan.search import Fit
@@ -153,7 +153,7 @@ def _time_table(plan: "Plan", prediction: Prediction) -> Table:
     table.add_column("")
     table.add_column("", justify="right")
     table.add_column("")
-    seconds = _seconds
+    seconds = format_seconds
     bound = f"the paths need {seconds(prediction.bound_seconds)} for its bytes"
     if plan.need.all_resident:
         bound = "no state is on a path"
@@ -170,7 +170,10 @@ def _time_table(plan: "Plan", prediction: Prediction) -> Table:
         f"{prediction.tokens_per_second:,.0f} tokens a second",
         end_section=True,
     )
-    for use in [] if plan.need.all_resident else prediction.paths:
+    for use in prediction.paths:
+        if plan.need.all_resident:
+            table.add_row(f"path {use.directory}", "", "holds no state")
+            continue
         moved = f"{format_bytes(use.step_read_bytes)} read, {format_bytes(use.step_written_bytes)} written a step"
         table.add_row(f"path {use.directory}", "", f"{moved}; {lifetime(use)}")
     grace = ""
@@ -183,11 +186,13 @@ def _time_table(plan: "Plan", prediction: Prediction) -> Table:
         f"{format_bytes(prediction.checkpoint_bytes)} in all, at most this long",
     )
     table.add_row("from signal to end", seconds(prediction.exit_seconds), f"the iteration ends first{grace}")
+    training = plan.need.job.training
+    if training.save_interval:
+        every = f"{training.save_interval:,} iterations (--save-interval): what a crash costs at most"
+        table.add_row("checkpoint every", seconds(prediction.save_every_seconds), every)
+    if training.iterations:
+        table.add_row("whole training", seconds(prediction.run_seconds), f"{training.iterations:,} iterations")
     return table
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def _nodes(fit: "Fit | None") -> str:

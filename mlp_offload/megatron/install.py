@@ -21,6 +21,7 @@ from ..config import OffloadConfig
 from ..device_updates import gpu_for_updates
 from ..errors import ConfigError, SelfCheckError
 from ..pipeline import StepPipeline
+from ..plan.refusals import validate
 from ..ranks import rank_context
 from ..startup import describe, header, progress
 from ..transfers import pin_memory, staging_bytes
@@ -30,7 +31,6 @@ from .distributed_optimizer import MLPDistributedOptimizer
 from .gradients import clip_coefficient
 from .self_check import check_built, check_internals
 from .streaming import install_hooks, remove_hooks
-from .validate import validate
 
 _FACTORY = "get_megatron_optimizer"
 _CLIP = "clip_grad_by_total_norm_fp32"

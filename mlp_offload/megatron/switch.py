@@ -53,7 +53,7 @@ def check(args: Namespace) -> "OffloadConfig | None":
     """
     if not _wanted(args):
         return None
-    from .validate import validate
+    from ..plan.refusals import validate
 
     validate(args)
     config = from_arguments(args)

@@ -13,14 +13,15 @@ from .. import flags as options
 from ..config import OffloadConfig
 from ..errors import ConfigError
 from .model import Layout, Model, check
+from .refusals import RULES, validate
 
 _NOT_UNDERSTOOD = (
-    *("--attention-output-gate", "--encoder-num-layers", "--experimental-attention-variant", "--fp8-param-gather"),
+    *("--attention-output-gate", "--encoder-num-layers", "--experimental-attention-variant"),
     *("--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json", "--hybrid-layer-pattern"),
     *("--hybrid-override-pattern", "--moe-latent-size", "--moe-shared-expert-gate", "--mtp-num-layers"),
-    *("--multi-latent-attention", "--num-distributed-optimizer-instances", "--optimizer-cpu-offload"),
+    *("--multi-latent-attention", "--num-distributed-optimizer-instances"),
     *("--pipeline-model-parallel-layout", "--spec", "--tensor-parallel-num-weight-shards", "--use-checkpoint-args"),
-    *("--use-megatron-fsdp", "--use-precision-aware-optimizer", "--use-torch-fsdp2", "--yaml-cfg"),
+    "--yaml-cfg",
 )
 """Flags that change how many parameters there are, or where, in a way that this reader does not know."""
 
@@ -40,6 +41,7 @@ class Training:
         recompute_modules: of "selective".
         cpu_initialization: weights are made in host memory first.
         async_save: checkpoints are written while training goes on.
+        save_interval, iterations: between two checkpoints, and of the whole training; 0 = not told.
     """
 
     micro_batch_size: int
@@ -55,6 +57,8 @@ class Training:
     hidden_dropout: bool = True
     cpu_initialization: bool = False
     async_save: bool = False
+    save_interval: int = 0
+    iterations: int = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -106,6 +110,9 @@ def read_flags(arguments: Sequence[str]) -> Job:
     known = parser._option_string_actions  # no public way to ask
     unused = [flag for flag in given if flag not in known]
     for flag in unused:
+        if flag.startswith("--mlp-offload-"):
+            close = difflib.get_close_matches(flag, known, n=1)
+            raise ConfigError(f"{flag}: no such flag{f'; did you mean {close[0]}?' if close else ''}")
         close = difflib.get_close_matches(flag, known, n=1, cutoff=0.93)
         if close:
             raise ConfigError(f"{flag}: no flag that plan knows; did you mean {close[0]}?")
@@ -116,6 +123,11 @@ def read_flags(arguments: Sequence[str]) -> Job:
         raise ConfigError(
             "--use-distributed-optimizer is missing: without it nothing of the state is sharded or offloaded"
         )
+    validate(args)
+    if args.vocab_size is None and args.padded_vocab_size is None:
+        raise ConfigError(
+            "--vocab-size is missing: Megatron would ask the tokenizer, and plan reads none; add --vocab-size with its size"
+        )
     job = Job(_model(args), _layout(args), _training(args), _offload(args))
     check(job.model, job.layout)
     return job.replace(
@@ -125,25 +137,29 @@ def read_flags(arguments: Sequence[str]) -> Job:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Refusing(prog="", add_help=False, allow_abbrev=False)
-    for flag in (
-        *("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--vocab-size"),
-        "--micro-batch-size",
-    ):
-        parser.add_argument(flag, type=int, required=True)
+    for flag in (*("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size"),):
+        parser.add_argument(flag, type=_count, required=True)
     for flag in (
         *("--ffn-hidden-size", "--kv-channels", "--num-query-groups", "--max-position-embeddings"),
-        *("--padded-vocab-size", "--num-experts", "--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size"),
+        *(
+            "--vocab-size",
+            "--padded-vocab-size",
+            "--num-experts",
+            "--moe-ffn-hidden-size",
+            "--moe-shared-expert-intermediate-size",
+        ),
         *("--expert-tensor-parallel-size", "--num-layers-per-virtual-pipeline-stage", "--global-batch-size"),
         *("--num-virtual-stages-per-pipeline-rank", "--decoder-first-pipeline-num-layers"),
-        *("--decoder-last-pipeline-num-layers", "--recompute-num-layers"),
+        *("--decoder-last-pipeline-num-layers", "--recompute-num-layers", "--train-iters", "--train-samples"),
+        "--save-interval",
     ):
-        parser.add_argument(flag, type=int)
+        parser.add_argument(flag, type=_count)
     for flag, default in (
         *(("--make-vocab-size-divisible-by", 128), ("--tensor-model-parallel-size", 1)),
         *(("--pipeline-model-parallel-size", 1), ("--context-parallel-size", 1), ("--expert-model-parallel-size", 1)),
         ("--moe-router-topk", 2),
     ):
-        parser.add_argument(flag, type=int, default=default)
+        parser.add_argument(flag, type=_count, default=default)
     for flag in (
         *("--group-query-attention", "--swiglu", "--quick-geglu", "--disable-bias-linear", "--add-qkv-bias"),
         *("--qk-layernorm", "--untie-embeddings-and-output-weights", "--sequence-parallel", "--bf16", "--fp16"),
@@ -153,6 +169,12 @@ def _parser() -> argparse.ArgumentParser:
         *("--use-flash-attn", "--no-position-embedding", "--use-rotary-position-embeddings"),
     ):
         parser.add_argument(flag, action="store_true")
+    for rule in RULES:  # what is refused has to be known
+        flag = f"--{rule.option.replace('_', '-')}"
+        if rule.refused is bool and flag not in parser._option_string_actions:
+            parser.add_argument(flag, action="store_true")
+    parser.add_argument("--optimizer", default="adam")
+    parser.add_argument("--non-persistent-ckpt-type")
     parser.add_argument("--position-embedding-type", default="learned_absolute")
     parser.add_argument("--normalization", default="LayerNorm", choices=("LayerNorm", "RMSNorm"))
     parser.add_argument("--transformer-impl", default="transformer_engine")
@@ -162,6 +184,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hidden-dropout", type=float, default=0.1)
     parser.add_argument("--moe-layer-freq", default="1")
     return options.add_arguments(parser)
+
+
+def _count(text: str) -> int:
+    try:
+        if int(text) >= 1:
+            return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
+    raise argparse.ArgumentTypeError(f"{text} must be at least 1")
 
 
 def _model(args: argparse.Namespace) -> Model:
@@ -233,9 +264,6 @@ def _pattern(node: ast.AST) -> "list[int]":
 
 
 def _layout(args: argparse.Namespace) -> Layout:
-    for name in ("tensor_model", "pipeline_model", "context", "expert_model"):
-        if getattr(args, f"{name}_parallel_size") < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}-parallel-size must be at least 1")
     pp, chunks = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank or 1
     if args.num_layers_per_virtual_pipeline_stage:
         layers = (
@@ -267,8 +295,6 @@ def _training(args: argparse.Namespace) -> Training:
         raise ConfigError("--bf16 and --fp16 exclude each other")
     dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     recompute = "selective" if args.recompute_activations else args.recompute_granularity or "none"
-    if args.micro_batch_size < 1 or (args.global_batch_size is not None and args.global_batch_size < 1):
-        raise ConfigError("--micro-batch-size and --global-batch-size must be at least 1")
     # Megatron turns fp32 on with bf16, unless it is told otherwise, and leaves it off with fp16.
     fp32 = args.accumulate_allreduce_grads_in_fp32 or (dtype != "fp16" and not args.grad_reduce_in_bf16)
     return Training(
@@ -285,6 +311,8 @@ def _training(args: argparse.Namespace) -> Training:
         hidden_dropout=args.hidden_dropout > 0,
         cpu_initialization=args.use_cpu_initialization,
         async_save=args.async_save,
+        save_interval=args.save_interval or 0,
+        iterations=args.train_iters or (args.train_samples or 0) // (args.global_batch_size or args.micro_batch_size),
     )
 
 

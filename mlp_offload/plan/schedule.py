@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -37,6 +38,41 @@ class StepPlan:
         return sum(row.hit for row in self.rows)
 
 
+class Waiting:
+    """Rows that are still to be updated, in plan order.
+
+    The first that is ready is taken, so that a slow path holds up only its own rows. That costs the same however many rows
+    wait.
+    """
+
+    def __init__(self, rows: Iterable[Row]):
+        self._rows = OrderedDict((row.subgroup, row) for row in rows)  # whose first is found at once
+        self._place = {subgroup: place for place, subgroup in enumerate(self._rows)}
+        self._hits = deque(row.subgroup for row in self._rows.values() if row.hit)
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def __iter__(self) -> "Iterator[Row]":
+        return iter(self._rows.values())
+
+    @property
+    def first(self) -> "Row | None":
+        return next(iter(self), None)
+
+    def take(self, arrived: Iterable[int]) -> "Row | None":
+        """Remove and return the first row whose state is in memory: a hit, or one of ``arrived``; None: there is none."""
+        ready = [subgroup for subgroup in arrived if subgroup in self._rows]
+        if self._hits:
+            ready.append(self._hits[0])
+        if not ready:
+            return None
+        taken = min(ready, key=self._place.__getitem__)
+        if self._hits and taken == self._hits[0]:
+            self._hits.popleft()
+        return self._rows.pop(taken)
+
+
 def plan_step(
     step: int,
     subgroups: Sequence[int],
@@ -68,11 +104,12 @@ def plan_step(
     order = list(subgroups) if step % 2 else list(reversed(subgroups))
     order.sort(key=lambda s: s not in device_residents)
     stay = {*residents, *device_residents}
+    here = {*stay, *cached}
     streamed = [s for s in order if s not in stay]
     kept = set(streamed[len(streamed) - keep_count :] if keep_count else ())
     rows = []
     for s in order:
         keep = s in stay or s in kept
         device = s in device_residents or s in passing
-        rows.append(Row(s, s in stay or s in cached, keep, -1 if keep else homes[s], device))
+        rows.append(Row(s, s in here, keep, -1 if keep else homes[s], device))
     return StepPlan(step, tuple(rows))

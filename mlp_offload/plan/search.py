@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ..config import OffloadConfig
 from ..errors import ConfigError
 from .megatron_flags import Job
 from .memory import Machine, Need, gpu_needs, gpu_shortages, needs_of
@@ -89,6 +90,21 @@ def changes_that_fit(job: Job, machine: Machine) -> "list[Fit]":
         together = step[1]
     need = _fit(together, machine, True) if len(names) > 1 else None
     return [Fit(" ".join(names), need)] if need else []
+
+
+def more_state_in_memory(job: Job, machine: Machine) -> "Fit | None":
+    """The job with as much host memory for state as the node has beside everything else."""
+    need = needs_of(job, machine)
+    if need.host is None:
+        return None
+    free = machine.host_memory - need.host.processes - max(need.host.save, need.host.startup)
+    each = free // machine.gpus_per_node // 2**30
+    if each * 2**30 <= need.rank_budget:
+        return None
+    offload = replace(job.offload or OffloadConfig(), host_memory=each * 2**30)
+    changed = job.replace(offload=offload)
+    found = _fit(changed, machine, True)
+    return Fit(f"--mlp-offload-host-memory {each}GiB", found) if found else None
 
 
 def more_host_memory(job: Job, machine: Machine) -> "int | None":

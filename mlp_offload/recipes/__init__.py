@@ -31,7 +31,7 @@ SMALL_REMOVED = (
     # two layers leave nothing to deal out
     *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
     # these would need a directory
-    *("--save-interval", "--exit-signal-handler"),
+    *("--save-interval", "--save-retain-interval", "--exit-signal-handler"),
 )
 """Flags that ``small`` leaves out."""
 

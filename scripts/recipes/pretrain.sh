@@ -13,7 +13,7 @@
 #   GPUS_PER_NODE  ranks a node                                        (4)
 #   LAUNCH         torchrun: starts this node's ranks; srun: a task a rank in a SLURM allocation; exec: this process is one rank
 #                  whose RANK, WORLD_SIZE .. or SLURM_* are set already          (torchrun)
-#   NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   for torchrun on several nodes   (the recipe's number, 0, localhost, 29500)
+#   NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   for torchrun on several nodes   (as many as hold the recipe's GPUs, 0, localhost, 29500)
 #   DATA           prefix of an indexed dataset on a shared file system; without it, made-up data
 #   TOKENIZER      directory of a Hugging Face tokenizer; without it, the data's token ids are taken as they are
 #   CHECKPOINTS    directory to save to and to go on from; without it, nothing is saved
@@ -28,12 +28,12 @@ case ${1:-} in
     ''|-*) usage >&2; exit 2 ;;
 esac
 name=$1; shift
-dry_run=0; small=()
-while [ $# -gt 0 ]; do
-    case $1 in
-        --dry-run) dry_run=1; shift ;;
-        --small) small=(--small); shift ;;
-        *) break ;;
+dry_run=0; small=(); more=()
+for word in "$@"; do
+    case $word in
+        --dry-run) dry_run=1 ;;
+        --small) small=(--small) ;;
+        *) more+=("$word") ;;
     esac
 done
 
@@ -47,8 +47,12 @@ recipe=("$PYTHON" -m mlp_offload.recipes "$name" --gpu-memory "$GPU_MEMORY" ${sm
 flags=$("${recipe[@]}")   # an error ends this script here, which in <(...) it would not
 needed=$("${recipe[@]}" --nodes)
 read -ra flags <<< "${flags//$'\n'/ }"
-NODES=${NODES:-${SLURM_JOB_NUM_NODES:-$needed}}
-GPUS_PER_NODE=${GPUS_PER_NODE:-$([ ${#small[@]} = 1 ] && echo 2 || echo 4)}
+made_for=$([ ${#small[@]} = 1 ] && echo 2 || echo 4)   # GPUs of a node
+GPUS_PER_NODE=${GPUS_PER_NODE:-$made_for}
+for count in "GPUS_PER_NODE=$GPUS_PER_NODE" "NODES=${NODES:-1}"; do
+    case ${count#*=} in ''|*[!0-9]*|0*) echo "$count: must be a count of 1 or more" >&2; exit 2 ;; esac
+done
+NODES=${NODES:-${SLURM_JOB_NUM_NODES:-$(( (needed * made_for + GPUS_PER_NODE - 1) / GPUS_PER_NODE ))}}
 
 if [ -n "${DATA:-}" ]; then
     flags+=(--data-path "$DATA" --data-cache-path "${DATA}_cache")
@@ -63,7 +67,7 @@ fi
 if [ -n "${CHECKPOINTS:-}" ]; then flags+=(--save "$CHECKPOINTS" --load "$CHECKPOINTS"); fi
 if [ -n "${HOST_MEMORY:-}" ]; then flags+=(--mlp-offload-host-memory "$HOST_MEMORY"); fi
 for path in $OFFLOAD_PATHS; do flags+=(--mlp-offload-path "$path"); done
-run=(-m mlp_offload run pretrain_gpt "${flags[@]}" "$@")
+run=(-m mlp_offload run pretrain_gpt "${flags[@]}" ${more[@]+"${more[@]}"})
 
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -84,10 +88,11 @@ case $LAUNCH in
         exit 2 ;;
 esac
 
-printf '%-15s %s\n' recipe "$name${small[*]+, small}" "made for" "$needed nodes of GPUs of $GPU_MEMORY" \
+printf '%-15s %s\n' recipe "$name${small[*]+, small}" "made for" "$needed nodes of $made_for GPUs of $GPU_MEMORY" \
     "started for" "$NODES nodes of $GPUS_PER_NODE ranks" paths "$OFFLOAD_PATHS" data "${DATA:-made up}" checkpoints "${CHECKPOINTS:-none}"
-if [ "$NODES" -lt "$needed" ]; then
-    echo "warning: the recipe needs $needed nodes; mlp-offload plan $name --gpu-memory $GPU_MEMORY --nodes $NODES tells why" >&2
+if [ $((NODES * GPUS_PER_NODE)) -lt $((needed * made_for)) ]; then
+    echo "warning: the recipe needs $((needed * made_for)) GPUs, not $((NODES * GPUS_PER_NODE)); mlp-offload plan $name" \
+        "--gpu-memory $GPU_MEMORY --nodes $NODES --gpus-per-node $GPUS_PER_NODE tells why" >&2
 fi
 printf 'command        '
 printf ' %q' "${command[@]}"

@@ -18,7 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # no
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from mlp_offload.megatron import install, self_check  # noqa: E402
-from mlp_offload.megatron.validate import RULES, validate  # noqa: E402
+from mlp_offload.plan.refusals import RULES, validate  # noqa: E402
 
 GOOD = {"use_distributed_optimizer": True, "optimizer": "adam", "decoupled_weight_decay": True}
 BAD = {

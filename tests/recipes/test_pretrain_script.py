@@ -66,12 +66,32 @@ def test_other_launchers(settings, begin):
     assert command(script("gpt-70b", "--dry-run", **settings))[: len(begin)] == begin
 
 
+def test_eight_gpus_a_node_are_half_the_nodes():
+    done = script("gpt-70b", "--dry-run", GPUS_PER_NODE="8")
+    assert "--standalone" in command(done) and "--nproc-per-node=8" in command(done) and not done.stderr
+    assert "--nnodes=3" in command(script("gpt-70b", "--dry-run", GPUS_PER_NODE="3"))
+
+
+def test_our_own_flags_count_wherever_they_stand():
+    done = script("gpt-70b", "--train-iters", "10", "--small", "--lr", "1", "--dry-run", PYTHON=sys.executable)
+    words = command(done)
+    assert words[-4:] == ["--train-iters", "10", "--lr", "1"] and "--nproc-per-node=2" in words
+    assert not {"--small", "--dry-run"} & set(words)
+
+
 @pytest.mark.parametrize(
     "arguments, settings, status, message",
     [
         (["gpt-71b", "--dry-run"], {}, 1, "no recipe 'gpt-71b'; there are gpt-7b"),
         (["gpt-70b", "--dry-run"], {"LAUNCH": "mpirun"}, 2, "LAUNCH=mpirun: must be torchrun, srun or exec"),
-        (["gpt-70b", "--dry-run"], {"NODES": "1"}, 0, "warning: the recipe needs 2 nodes; mlp-offload plan gpt-70b"),
+        (
+            ["gpt-70b", "--dry-run"],
+            {"NODES": "1"},
+            0,
+            "warning: the recipe needs 8 GPUs, not 4; mlp-offload plan gpt-70b",
+        ),
+        (["gpt-70b", "--dry-run"], {"GPUS_PER_NODE": "x"}, 2, "GPUS_PER_NODE=x: must be a count of 1 or more"),
+        (["gpt-70b", "--dry-run"], {"NODES": "0"}, 2, "NODES=0: must be a count of 1 or more"),
         ([], {}, 2, "NAME [--dry-run]"),
         (["--help"], {}, 0, "GPU_MEMORY"),
     ],

@@ -47,6 +47,13 @@ def test_bash_can_read_the_script(script):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("script", ["megatron.sbatch", "pretrain_gpt.sbatch", "chain.sh"])
+def test_help_says_what_it_is_for_and_how_it_is_called(script):
+    done = call(script, "--help")
+    assert done.returncode == 0 and not done.stderr and f"slurm/{script}" in done.stdout
+    assert "#" not in done.stdout and "set -e" not in done.stdout
+
+
 def test_srun_starts_one_task_a_rank():
     shown = dry_run("--train-iters", "9", SLURM_JOB_NUM_NODES="3", SLURM_NTASKS_PER_NODE="8", SLURM_JOB_ID="4711")
     command = shlex.split(shown["command"])

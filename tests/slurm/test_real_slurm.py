@@ -176,7 +176,7 @@ def test_slurm_takes_what_the_readme_submits(tmp_path, slurm):
         text, found = re.subn(rf"--{option} \S+", f"--{option} {value}", text)
         assert found
     commands = [re.sub(r"--gpus-per-node \S+", "", line) for line in text.splitlines() if "--dry-run" not in line]
-    assert len(commands) == 4
+    assert len(commands) == 5
     for command in commands:
         words = shlex.split(command, comments=True)
         if words[0] == "sbatch":

@@ -10,6 +10,7 @@ import pytest
 
 from mlp_offload.cli import plan_text
 from mlp_offload.cli.main import main
+from mlp_offload.cli.plan import DOES_NOT_FIT
 from mlp_offload.cli.plan_build import recipe_row
 from mlp_offload.config import OffloadConfig
 from mlp_offload.prediction import DAY_SECONDS, Endurance
@@ -39,10 +40,10 @@ def told(capsys, *arguments):
     return (status, *capsys.readouterr())
 
 
-def items(capsys, *arguments):
-    """The JSON of a plan that fits."""
+def items(capsys, *arguments, fits=True):
+    """The JSON of a plan."""
     status, output, error = told(capsys, "--json", *arguments)
-    assert status == 0, output + error
+    assert status == (0 if fits else DOES_NOT_FIT), output + error
     return json.loads(output)
 
 
@@ -126,9 +127,34 @@ def test_endurance_from_terabytes_written_or_drive_writes_a_day(capsys):
     on_a, on_b = items(capsys, *common)["prediction"]["paths"]
     assert on_a["worn_out_days"] == pytest.approx(7e15 / on_a["day_written_bytes"])
     assert on_b["worn_out_days"] is None
-    assert f"worn out after {on_a['worn_out_days']:.0f} days" in " ".join(
-        told(capsys, *common)[1].replace("│", " ").split()
+    assert (
+        f"{on_a['day_written_bytes'] / 1e12:.3g} TB written a day: worn out after {on_a['worn_out_days']:.1f} days"
+        in " ".join(told(capsys, *common)[1].replace("│", " ").split())
     )
+
+
+def test_a_path_that_holds_no_state_is_not_worn(capsys):
+    common = ("gpt-20b", "--path", "/a,read=6GB/s,write=4GB/s", "--endurance", "/a,tbw=7000TB")
+    status, output, _ = told(capsys, *common)
+    assert status == 0 and "path /a" in output and "holds no state" in output
+
+
+def test_how_often_it_saves_and_how_long_the_training_is(capsys):
+    common = ("gpt-7b", "--compute-seconds", 7200, "--", "--save-interval", 3, "--train-iters", 8760)
+    prediction = items(capsys, *common)["prediction"]
+    iteration = prediction["iteration_seconds"]
+    assert prediction["save_every_seconds"] == pytest.approx(3 * iteration)
+    assert prediction["run_seconds"] == pytest.approx(8760 * iteration)
+    output = told(capsys, *common)[1]
+    assert "6.0 h │ 3 iterations (--save-interval)" in output and "2.0 years │ 8,760 iterations" in output
+
+
+def test_a_path_that_is_too_small_needs_no_other_where_the_node_has_memory(capsys):
+    common = ("gpt-70b", "--path", "/a,read=6GB/s,write=4GB/s,capacity=50GB")
+    plan = items(capsys, *common, fits=False)
+    (change,) = [change for change in plan["changes"] if change.startswith("--mlp-offload-host-memory")]
+    option, value = change.partition(":")[0].split()
+    assert items(capsys, *common, "--", option, value)["fits"]
 
 
 def test_a_file_of_flags_and_flags_behind_it_the_last_of_which_count(capsys, tmp_path):
@@ -185,6 +211,8 @@ def test_probe_measures_a_path_that_nobody_has_measured(capsys, tmp_path):
         (["gpt-7b", "--png", "/no/such/place/a.png"], "there is no directory /no/such/place; make it first"),
         (["nothing", "--png", "/proc"], "--png /proc: Is a directory; name a file in it"),  # before any work
         (["gpt-7b", "--png", "/proc/plan.png"], "picture '/proc/plan.png': No such file or directory"),
+        (["gpt-7b", "--adam-rate", "0"], "--adam-rate 0: it must be above 0, and finite"),
+        (["gpt-7b", "--path", "/no/such/place"], "write /no/such/place,read=BYTES/s,write=BYTES/s"),
         (["gpt-7b", "--", "--global-batch-size", "1023"], "not a multiple of --micro-batch-size 1 x DP 4. It fits on"),
         (["--", "--num-layers", "2"], "the following arguments are required: --hidden-size"),
     ],

@@ -14,6 +14,7 @@ from mlp_offload.plan.activations import layer_bytes
 from mlp_offload.plan.megatron_flags import read_flags
 from mlp_offload.plan.memory import GRADIENT_STAGINGS, STAGED_BYTES, Machine, needs_of
 from mlp_offload.plan.model import Layout, total_numel
+from mlp_offload.plan.refusals import RULES
 from mlp_offload.plan.search import changes_that_fit, on_these_nodes, smallest
 from mlp_offload.ranks import RankContext
 from mlp_offload.recipes import NAMES, load
@@ -267,6 +268,11 @@ def test_single_changes_are_told_only_where_they_are_enough():
         ("--multi-latent-attention", "--multi-latent-attention: plan does not know what this changes"),
         ("--mtp-num-layers=1", "--mtp-num-layers=1: plan does not know"),
         ("--hidden-sizes 4", "did you mean --hidden-size?"),
+        ("--optimizer sgd", "--optimizer-offload mlp with optimizer=sgd: offload computes AdamW only"),
+        ("--qk-clip", "--optimizer-offload mlp with qk_clip=True: offload holds no fp32 weights"),
+        ("--non-persistent-ckpt-type local", "set it to global"),
+        ("--mlp-offload-gpu-memry 3", "no such flag; did you mean --mlp-offload-gpu-memory?"),
+        ("--seq-length 0", "argument --seq-length: 0 must be at least 1"),
         ("--num-layers four", "invalid int value: 'four'"),
         ("--moe-layer-freq __import__('os') --num-experts 2", "neither a number nor a list"),
         ("--mlp-offload-block-size 5", "block_size 5: must be at least 4096"),
@@ -276,6 +282,18 @@ def test_flags_that_cannot_be_right_are_refused_by_name(more, message):
     with pytest.raises(ConfigError) as error:
         job_of(more)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("option", [rule.option for rule in RULES if rule.refused is bool])
+def test_what_the_run_refuses_the_plan_refuses(option):
+    with pytest.raises(ConfigError, match=f"with {option}=True: offload"):
+        job_of(f"--{option.replace('_', '-')}")
+
+
+def test_no_tokenizer_is_read():
+    flags = SMALL.replace("--vocab-size 1000", "--tokenizer-type Llama2Tokenizer --tokenizer-model /x/tokenizer.model")
+    with pytest.raises(ConfigError, match="--vocab-size is missing: Megatron would ask the tokenizer"):
+        job_of(flags=flags)
 
 
 def test_without_the_distributed_optimizer_there_is_nothing_to_offload():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlp_offload.plan.schedule import plan_step
+from mlp_offload.plan.schedule import Row, Waiting, plan_step
 
 
 @pytest.mark.parametrize("residents", [set(), {1, 4}, {0, 8}])
@@ -32,3 +32,14 @@ def test_a_space_of_another_offset_keeps_its_indices():
         (6, True, True, -1),
         (5, False, False, 0),
     ]
+
+
+def test_the_first_row_that_is_ready_is_taken():
+    rows = [Row(subgroup, subgroup in (4, 1), True, -1) for subgroup in (5, 4, 3, 2, 1)]
+    waiting = Waiting(rows)
+    assert waiting.first.subgroup == 5
+    # 5 and 3 are on their way, 9 is somebody else's.
+    taken = [waiting.take(arrived) for arrived in ([], [9, 3, 5], [3], [], [3])]
+    assert [row and row.subgroup for row in taken] == [4, 5, 3, 1, None]
+    assert [row.subgroup for row in waiting] == [2] and waiting.first is rows[3] and waiting
+    assert waiting.take([2]) is rows[3] and waiting.first is None and not waiting

@@ -1,4 +1,4 @@
-"""What offload does not go together with, refused in one sentence before training starts."""
+"""What offload does not go together with, refused in one sentence: by `plan`, and before training starts."""
 
 from __future__ import annotations
 
