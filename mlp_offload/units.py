@@ -73,13 +73,11 @@ def finite(value: Any) -> Any:
 
 def format_seconds(seconds: float) -> str:
     """ "3.26 s", "838 s", "2.5 h", "12.1 days" or "33.0 years"."""
-    for limit, factor, suffix in ((6000, 1, "s"), (48 * 3600, 3600, "h"), (730 * 86400, 86400, "days")):
-        if seconds < limit:
-            return (
-                f"{seconds:.2f} s"
-                if seconds < 10
-                else f"{seconds:.0f} s"
-                if suffix == "s"
-                else f"{seconds / factor:.1f} {suffix}"
-            )
-    return f"{seconds / 86400 / 365:.1f} years"
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 6000:
+        return f"{seconds:.0f} s"
+    hours, days = seconds / 3600, seconds / 86400
+    if hours < 48:
+        return f"{hours:.1f} h"
+    return f"{days:.1f} days" if days < 730 else f"{days / 365:.1f} years"

@@ -1,7 +1,7 @@
 import pytest
 
 from mlp_offload.errors import ConfigError
-from mlp_offload.units import format_bytes, format_rate, parse_bytes
+from mlp_offload.units import format_bytes, format_rate, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,17 @@ def test_sizes_are_shown_as_people_read_them():
         "2048.0 TiB",
     ]
     assert [format_rate(n) for n in (5, 2500, 1.2e9)] == ["5 B/s", "2.50 kB/s", "1.20 GB/s"]
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (3.264, "3.26 s"),
+        (838.4, "838 s"),
+        (9000, "2.5 h"),
+        (12.1 * 86400, "12.1 days"),
+        (33 * 365 * 86400, "33.0 years"),
+    ],
+)
+def test_seconds_for_people(seconds, text):
+    assert format_seconds(seconds) == text
