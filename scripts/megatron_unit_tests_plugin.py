@@ -94,8 +94,9 @@ def _offload(paths: "list[str]") -> None:
     from mlp_offload.megatron.switch import rebind
 
     # Full masters: the tests load optimizer state without the model's weights that it belongs to, and the default keeps
-    # of a master only what its bf16 weight lacks. Subgroups of a prime size are cut inside parameters.
-    options = {"master_weights": "full", "subgroup_size": 97, "host_memory": "64KiB", "update_threads": 1}
+    # of a master only what its bf16 weight lacks. Subgroups of a prime size are cut inside parameters; much
+    # smaller ones make so many pieces that Megatron itself needs minutes for the list of them.
+    options = {"master_weights": "full", "subgroup_size": 997, "host_memory": "96KiB", "update_threads": 1}
     install.install(OffloadConfig(paths=paths, job="unit-tests", **options))
     offloaded = factory_module.get_megatron_optimizer
 
