@@ -44,7 +44,9 @@ def after_train_step(
         record = pipeline.annotate(iteration, _loss(result[_LOSS]), _number(result[_GRAD_NORM]))
         due = iteration % options.log_interval == 0
         if record is not None and options.rank == 0 and due:
-            print(f" iteration {iteration:8d} | {record.summary()}", flush=True)
+            going_on = len(pipeline.tiers.flushes)  # not yet in what was written
+            more = f" | {going_on} flushes go on" if going_on else ""
+            print(f" iteration {iteration:8d} | {record.summary()}{more}", flush=True)
         tensorboard, wandb = get_writers()
         if not tensorboard and not wandb:
             return
