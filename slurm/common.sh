@@ -40,11 +40,8 @@ read_settings() {
     EXIT_SIGNAL=${EXIT_SIGNAL:-USR1}
     IDLE_LIMIT=${IDLE_LIMIT:-3}
     case $LAUNCH in srun|torchrun) ;; *) say "LAUNCH=$LAUNCH: must be srun or torchrun" >&2; exit 2 ;; esac
-    case $EXIT_SIGNAL in USR1|USR2|TERM) ;; *) say "EXIT_SIGNAL=$EXIT_SIGNAL: must be USR1, USR2 or TERM" >&2; exit 2 ;; esac
-    if [ "$LAUNCH/$EXIT_SIGNAL" = torchrun/TERM ]; then
-        say "EXIT_SIGNAL=TERM: must be USR1 or USR2 with LAUNCH=torchrun, which ends by TERM before its ranks have saved" >&2
-        exit 2
-    fi
+    # TERM is none: srun and torchrun kill the ranks by it.
+    case $EXIT_SIGNAL in USR1|USR2) ;; *) say "EXIT_SIGNAL=$EXIT_SIGNAL: must be USR1 or USR2" >&2; exit 2 ;; esac
     case $IDLE_LIMIT in ''|*[!0-9]*|0) say "IDLE_LIMIT=$IDLE_LIMIT: must be a count of 1 or more" >&2; exit 2 ;; esac
     # A link of a chain or an element of an array makes room for the next one; a job of its own goes back to the queue.
     if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then ON_SIGNAL=${ON_SIGNAL:-exit}; else ON_SIGNAL=${ON_SIGNAL:-requeue}; fi
@@ -56,6 +53,7 @@ read_settings() {
     saved=$(last_value --save "${flags[@]}")
     saved=${saved:-$RUN_DIR/checkpoints}
     export PYTHON OFFLOAD_PATHS NUMA_BIND EXIT_SIGNAL SITE
+    export MLP_OFFLOAD_FINISHED=$RUN_DIR/finished   # made by rank 0 when the script has come to its end
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
     export CUDA_DEVICE_MAX_CONNECTIONS=1
 }
@@ -65,9 +63,20 @@ common_flags() {
     local path
     common=(--optimizer-offload mlp --mlp-offload-host-memory "$HOST_MEMORY")
     for path in $OFFLOAD_PATHS; do common+=(--mlp-offload-path "$path"); done
-    common+=(--save "$saved" --load "$saved" --exit-signal-handler)
-    # Scripts of Megatron-LM that lack --exit-signal handle TERM.
-    if [ "$EXIT_SIGNAL" != TERM ]; then common+=(--exit-signal "SIG$EXIT_SIGNAL"); fi
+    common+=(--save "$saved" --load "$saved" --exit-signal-handler --exit-signal "SIG$EXIT_SIGNAL")
+}
+
+# Sets `flags` to what they are for a run that has a checkpoint of its own: what it began from must not win over that.
+for_a_later_start() {
+    local base word kept=()
+    base=$(last_value --load "$@")
+    flags=("$@")
+    if [ -z "$base" ] || [ "$base" = "$saved" ] || [ "$(saved_iteration)" = 0 ]; then return 0; fi
+    for word in "$@"; do
+        case $word in --finetune|--no-load-optim|--no-load-rng) ;; *) kept+=("$word") ;; esac
+    done
+    say "goes on from $saved; --load $base, --finetune and --no-load-... were for the first start"
+    flags=("${kept[@]}" --load "$saved")
 }
 
 # --overlap: the next step need not wait until this one's cores are given back.
@@ -75,7 +84,9 @@ one_a_node() { srun --overlap --ntasks="$nodes" --ntasks-per-node=1 "$@"; }
 
 # launch SCRIPT FLAGS...: everything that the batch script does after its flags are known; does not return.
 launch() {
-    local head run=(-m mlp_offload run "$@") step=(srun --kill-on-bad-exit=1)
+    local head run step=(srun --kill-on-bad-exit=1)
+    for_a_later_start "$@"
+    run=(-m mlp_offload run "${flags[@]}")
     head=${MASTER_ADDR:-$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2>/dev/null | head -n 1 || true)}
     head=${head:-$(hostname)}
     # Since SLURM 22.05 a step does not inherit --cpus-per-task from the job.
@@ -109,10 +120,14 @@ launch() {
         exit 0
     fi
     [ -n "${SLURM_JOB_ID:-}" ] || fail "not a SLURM job; submit with sbatch, or look with --dry-run"
+    # A job may be preempted before it trains: then it goes back to the queue at once.
+    signalled=''
+    trap 'signalled=${signalled:-USR1}' USR1
     one_a_node bash slurm/node.sh check || fail "not started: the nodes above cannot use their paths"
     begin
     if declare -F prepare >/dev/null; then prepare; fi
-    train
+    status=0
+    if [ -z "$signalled" ]; then train; fi
     one_a_node bash slurm/node.sh clean || say "some scratch files may be left; see mlp-offload clean --help"
     finish
 }
@@ -138,9 +153,7 @@ begin() {
 
 # Run the step in the background, so that signals are handled at once. Sets `status` and `signalled`.
 train() {
-    local step resend=''
-    signalled=''
-    trap 'signalled=${signalled:-USR1}' USR1
+    local step again resend=''
     trap 'signalled=TERM' TERM INT
     "${command[@]}" &
     step=$!
@@ -159,6 +172,13 @@ train() {
             resend=$!
         fi
     done
+    # A wait that a signal interrupted just as the step ended tells of the signal; a later one tells of the step.
+    for _ in 1 2 3 4 5; do
+        if [ "$status" -ge 0 ] && [ "$status" -le 128 ]; then break; fi
+        again=0
+        wait "$step" 2>/dev/null || again=$?
+        if [ $again != 127 ]; then status=$again; fi
+    done
     trap - EXIT
     if [ -n "$resend" ]; then kill "$resend" 2>/dev/null || true; fi
 }
@@ -167,8 +187,10 @@ finish() {
     say "training ended with status $status; checkpoint of iteration $(saved_iteration)"
     if [ "$signalled" = TERM ]; then exit 143; fi
     if [ "$status" != 0 ]; then exit "$status"; fi
+    if [ -e "$RUN_DIR/finished" ]; then exit 0; fi
     if [ -z "$signalled" ]; then
-        touch "$RUN_DIR/finished"
+        say "the script ended before the end of its training (--exit-interval, --exit-duration-in-mins, a signal that only the" \
+            "ranks got?); to go on: RUN_DIR=$RUN_DIR sbatch ..."
         exit 0
     fi
     if [ "$ON_SIGNAL" = exit ]; then exit 0; fi

@@ -10,6 +10,9 @@
 # $NODE_SCRATCH is set for all of them: the first of the places below that is a directory on a local disk.
 set -euo pipefail
 
+# Nothing here may end by the signal to save and end before training can take it; the batch script sends it again.
+case ${1:-} in rank|agent) trap '' "${EXIT_SIGNAL:-USR1}" ;; esac
+
 # Of the job, as sites name them; then directories that exist on nodes with a local drive.
 VARIABLES="SLURM_TMPDIR LOCAL_SCRATCH LOCALSCRATCH PBS_JOBFS TMPDIR"
 PLACES="/local/scratch /scratch/local /localscratch /local_scratch /mnt/nvme /raid/scratch /tmp"
@@ -100,14 +103,16 @@ numa_command() {
     online=$(cat "${SYSFS:-/sys}/devices/system/node/online" 2>/dev/null || echo 0)
     case $online in *-*|*,*) ;; *) return 0 ;; esac
     # Cores that belong to one NUMA node: the scheduler has bound this rank.
-    allowed=$(numactl --show | sed -n 's/^cpubind: *//p' | wc -w)
-    [ "$allowed" -gt 1 ] || return 0
+    read -ra allowed <<< "$(numactl --show | sed -n 's/^cpubind: *//p')"
+    [ ${#allowed[@]} -gt 1 ] || return 0
     local_rank=${LOCAL_RANK:-${SLURM_LOCALID:-0}}
     numa=$(numa_node_of_gpu "$local_rank")
-    if [ -z "$numa" ] || [ "$numa" -lt 0 ]; then
-        ranks=${LOCAL_WORLD_SIZE:-${SLURM_NTASKS_PER_NODE:-1}}
-        numa=$((local_rank * allowed / ranks))
-    fi
+    # A part of a node may have GPUs beside cores of other NUMA nodes.
+    case " ${allowed[*]} " in
+        *" ${numa:-none} "*) ;;
+        *) ranks=${LOCAL_WORLD_SIZE:-${SLURM_NTASKS_PER_NODE:-1}}
+            numa=${allowed[local_rank * ${#allowed[@]} / ranks]} ;;
+    esac
     echo "numactl --cpunodebind=$numa --preferred=$numa"
 }
 
@@ -129,23 +134,29 @@ case $mode in
         if [ $needs_scratch = 1 ]; then tell_scratch; fi
         check ;;
     rank)
-        # Until the training handles it, the signal must not end it; the batch script sends it again.
-        trap '' "${EXIT_SIGNAL:-USR1}"
         bind=$(numa_command)
         if [ -n "$bind" ]; then say "rank ${RANK:-${SLURM_PROCID:-0}}: $bind"; fi
         exec $bind "$@" ;;
     agent)
         # SLURM signals all of the task; torchrun would end by it, and its ranks, in sessions of their own, not see it.
-        (trap '' "${EXIT_SIGNAL:-USR1}"; exec "$@") &
+        # Its status comes through a file: a wait that is interrupted just as it ends loses it.
+        status_file=$(mktemp)
+        trap 'rm -f "$status_file"' EXIT
+        (status=0; "$@" || status=$?; echo $status >"$status_file") &
         child=$!
-        trap 'pkill "-${EXIT_SIGNAL:-USR1}" -P "$child" || true' "${EXIT_SIGNAL:-USR1}"
-        status=0
-        wait "$child" || status=$?
+        asked=0
+        trap 'asked=1' "${EXIT_SIGNAL:-USR1}"
         while kill -0 "$child" 2>/dev/null; do
-            status=0
-            wait "$child" || status=$?
+            wait "$child" || true
+            if [ $asked = 1 ]; then
+                asked=0
+                # no $(...): bash 5.2 stumbles over a signal there
+                pgrep -P "$child" | xargs -r -n 1 pkill "-${EXIT_SIGNAL:-USR1}" -P || true
+            fi
         done
-        exit $status ;;
+        trap '' "${EXIT_SIGNAL:-USR1}"
+        read -r status <"$status_file" || status=1
+        exit "$status" ;;
     clean)
         # shellcheck disable=SC2086
         answer=$("$PYTHON" -m mlp_offload clean --job auto --yes $OFFLOAD_PATHS) ||

@@ -35,6 +35,8 @@ from . import switch
 
 OWN_SCRIPT = "pretrain_gpt"
 FAILED, INTERRUPTED = 1, 130
+FINISHED = "MLP_OFFLOAD_FINISHED"
+"""Environment variable: a file to make when the script has come to its end."""
 _SILENT_SECONDS = 3.0
 
 
@@ -58,6 +60,7 @@ def run(script: str, arguments: "Sequence[str]") -> None:
     try:
         _run(script, arguments)
         _ignore(ignored)
+        _note_the_end()
     except SystemExit as stop:
         if stop.code in (None, 0):
             _ignore(ignored)
@@ -72,6 +75,16 @@ def run(script: str, arguments: "Sequence[str]") -> None:
     except BaseException as error:
         in_collective = "torch/distributed/" in traceback.extract_tb(error.__traceback__)[-1].filename
         _leave(FAILED, traceback.format_exc(), after_others=in_collective)
+
+
+def _note_the_end() -> None:
+    """Tell the batch script that there is nothing more to train: where a script stops early, it leaves by SystemExit."""
+    file = os.environ.get(FINISHED)
+    if file and os.environ["RANK"] == "0":
+        try:
+            Path(file).touch()
+        except OSError as error:
+            print(f"mlp-offload: the training has come to its end, but {error}", file=sys.stderr)
 
 
 def _run(script: str, arguments: "Sequence[str]") -> None:

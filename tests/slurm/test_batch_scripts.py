@@ -2,9 +2,11 @@
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -93,10 +95,26 @@ def test_a_run_saves_where_it_loads_from_and_at_the_signal():
     assert flag_values(command, "--save") == flag_values(command, "--load") == [place] == [shown["checkpoints"]]
     assert "--exit-signal-handler" in command and flag_values(command, "--exit-signal") == ["SIGUSR1"]
     assert shown["on signal"] == "save, then requeue"
-    shown = dry_run("--save", "/a", "--save=/b", SLURM_JOB_ID="4712", SLURM_ARRAY_JOB_ID="4711", EXIT_SIGNAL="TERM")
+    shown = dry_run("--save", "/a", "--save=/b", SLURM_JOB_ID="4712", SLURM_ARRAY_JOB_ID="4711", EXIT_SIGNAL="USR2")
     assert shown["checkpoints"] == "/b" and shown["run directory"].endswith("runs/slurm-4711")
     assert shown["on signal"] == "save, then exit"
-    assert "--exit-signal" not in shlex.split(shown["command"])
+    assert flag_values(shlex.split(shown["command"]), "--exit-signal") == ["SIGUSR2"]
+
+
+def test_what_a_run_begins_from_does_not_win_over_its_own_checkpoint(tmp_path):
+    flags = ("pretrain_gpt", "--finetune", "--load", "/base", "--lr", "1")
+    settings = {"script": "megatron.sbatch", "RUN_DIR": str(tmp_path)}
+    own = str(tmp_path / "checkpoints")
+    first = shlex.split(dry_run(*flags, **settings)["command"])
+    assert flag_values(first, "--load") == [own, "/base"] and "--finetune" in first
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("7\n")
+    later = shlex.split(dry_run(*flags, **settings)["command"])
+    assert flag_values(later, "--load")[-1] == own and "--finetune" not in later
+    assert later[-6:] == ["--load", "/base", "--lr", "1", "--load", own]
+    # With its own checkpoint as what it begins from, all flags are as they were given.
+    same = shlex.split(dry_run("pretrain_gpt", "--no-load-rng", "--load", own, **settings)["command"])
+    assert same[-3:] == ["--no-load-rng", "--load", own]
 
 
 def test_any_megatron_script_with_ones_own_flags():
@@ -126,7 +144,7 @@ def test_a_site_file_is_read_and_a_missing_one_refused(tmp_path):
         {"EXIT_SIGNAL": "KILL"},
         {"IDLE_LIMIT": "0"},
         {"ON_SIGNAL": "sleep"},
-        {"EXIT_SIGNAL": "TERM", "LAUNCH": "torchrun"},
+        {"EXIT_SIGNAL": "TERM"},
     ],
 )
 def test_a_setting_that_cannot_be_is_refused(settings):
@@ -200,6 +218,27 @@ def test_a_rank_ignores_the_signal_until_its_program_handles_it():
     assert (done.returncode, done.stdout) == (0, "lives\n")
 
 
+def test_an_agent_tells_its_programs_status_whatever_signals_come_as_it_ends():
+    """torchrun's agent is asked again and again while its ranks save."""
+    for _ in range(5):
+        kept = {k: v for k, v in os.environ.items() if k not in SETTINGS.split()}
+        command = ["bash", str(SCRIPTS / "node.sh"), "agent", "sleep", "0.4"]
+        agent = subprocess.Popen(command, env=kept | {"OFFLOAD_PATHS": "/a"}, stderr=subprocess.DEVNULL)
+        time.sleep(0.2)
+        while agent.poll() is None:
+            agent.send_signal(signal.SIGUSR1)
+            time.sleep(0.01)
+        assert agent.returncode == 0
+
+
+@pytest.mark.parametrize("mode", ["rank", "agent"])
+def test_a_signal_while_the_site_file_is_read_ends_nothing(tmp_path, mode):
+    site = tmp_path / "site.conf"
+    site.write_text("kill -USR1 $$; kill -USR1 $$\n")
+    done = call("node.sh", mode, "echo", "started", OFFLOAD_PATHS="/a", SITE=str(site))
+    assert (done.returncode, done.stdout) == (0, "started\n")
+
+
 def test_a_rank_binds_itself_to_the_numa_node_of_its_gpu(tmp_path):
     """Two NUMA nodes and four GPUs, as sysfs, nvidia-smi and numactl show them."""
     nodes = tmp_path / "sys" / "devices" / "system" / "node"
@@ -229,6 +268,11 @@ def test_a_rank_binds_itself_to_the_numa_node_of_its_gpu(tmp_path):
     # no such GPU: by the number of ranks
     more = {"SLURM_LOCALID": "5", "SLURM_NTASKS_PER_NODE": "8"}
     assert "--cpunodebind=1" in bound(**more)
+    # a part of a node: its NUMA nodes are not the first, and not the GPU's
+    assert [bound(SLURM_LOCALID=rank, SLURM_NTASKS_PER_NODE="2", NODES="2 3").split()[-3] for rank in "01"] == [
+        "--cpunodebind=2",
+        "--cpunodebind=3",
+    ]
     # the scheduler has bound it; switched off; one NUMA node
     assert bound(SLURM_LOCALID="0", NODES="1") == "started\n"
     assert bound(SLURM_LOCALID="0", NUMA_BIND="off") == "started\n"

@@ -63,7 +63,7 @@ class Place:
         self.directory, self.slurm, self.tasks, self.iterations = directory, slurm, tasks, iterations
         self.run_directory, self.log = directory / "run", directory / "log"
         for name in ("n1", "n2", "shared", "record"):
-            (directory / name).mkdir()
+            (directory / name).mkdir(parents=True)
         self.site = directory / "site.conf"
         self.site.write_text(f"export LOCAL_SCRATCH={directory}/$SLURMD_NODENAME\nunset SLURM_TMPDIR\n")
         self.script = directory / "script.py"
@@ -211,6 +211,36 @@ def test_a_preempted_job_saves_requeues_itself_and_ends_with_the_bits_of_an_unin
     assert f"starts from iteration {begun[1]} (restart 1)" in text
     assert whole.exact() == preempted.exact()
     assert whole.exact()[0][-1][3] and len(whole.exact()[0]) == 60
+
+
+@pytest.mark.full
+def test_a_job_that_is_preempted_before_it_trains_goes_back_to_the_queue(tmp_path, slurm):
+    place = Place(tmp_path, slurm, tasks=1, iterations=4)
+    checking = tmp_path / "checking"
+    with open(place.site, "a") as site:  # the first check of the paths takes its time
+        site.write(f"[ -e {checking}-$SLURMD_NODENAME ] || {{ touch {checking}-$SLURMD_NODENAME; sleep 5; }}\n")
+    job = place.submit()
+    place.until(Path(f"{checking}-n2").exists, job)
+    slurm.command("scancel", "--signal=USR1", "--batch", job)
+    assert slurm.wait(job, LIMIT_SECONDS) == "COMPLETED", place.text()[-6000:]
+    assert "(restart 1)" in place.text() and (place.run_directory / "finished").exists()
+    assert [line[0] for line in place.exact()[0]] == [1, 2, 3, 4] and place.left() == []
+
+
+@pytest.mark.full
+def test_a_run_that_stops_early_is_not_complete_and_what_it_began_from_counts_once(tmp_path, slurm):
+    base = Place(tmp_path / "base", slurm, tasks=1, iterations=4)
+    assert slurm.wait(base.submit(), LIMIT_SECONDS) == "COMPLETED", base.text()[-6000:]
+    place = Place(tmp_path / "next", slurm, tasks=1, iterations=8)
+    flags = ("--load", str(base.run_directory / "checkpoints"), "--exit-interval", "6")
+    for begins, finished in ((0, False), (6, True)):
+        job = place.submit(*flags)
+        assert slurm.wait(job, LIMIT_SECONDS) == "COMPLETED", place.text()[-6000:]
+        assert f"starts from iteration {begins} (restart 0)" in place.text()
+        assert (place.run_directory / "finished").exists() == finished
+    text = place.text()
+    assert "the script ended before the end of its training" in text and "were for the first start" in text
+    assert [line[0] for line in place.exact()[0]] == [5, 6, 7, 8]
 
 
 @pytest.mark.full
