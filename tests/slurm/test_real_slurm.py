@@ -232,7 +232,13 @@ def test_a_run_that_stops_early_is_not_complete_and_what_it_began_from_counts_on
     base = Place(tmp_path / "base", slurm, tasks=1, iterations=4)
     assert slurm.wait(base.submit(), LIMIT_SECONDS) == "COMPLETED", base.text()[-6000:]
     place = Place(tmp_path / "next", slurm, tasks=1, iterations=8)
-    flags = ("--load", str(base.run_directory / "checkpoints"), "--exit-interval", "6")
+    flags = (
+        "--load",
+        str(base.run_directory / "checkpoints"),
+        "--exit-interval",
+        "6",
+        "--override-opt_param-scheduler",
+    )
     for begins, finished in ((0, False), (6, True)):
         job = place.submit(*flags)
         assert slurm.wait(job, LIMIT_SECONDS) == "COMPLETED", place.text()[-6000:]
