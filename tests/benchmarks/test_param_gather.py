@@ -27,7 +27,8 @@ def test_each_bucket_size_is_measured(tmp_path):
         assert size["iteration_seconds"][1] >= size["step_seconds"][1]
         assert size["wait_seconds"][2] >= size["first_wait_seconds"][2]
         assert size["bound"][2] < 1
-    assert whole["wait_seconds"] == whole["first_wait_seconds"]
+    # Of one bucket the first wait is all there is, but for asking again whether it is there.
+    assert whole["wait_seconds"] == pytest.approx(whole["first_wait_seconds"], rel=0.1)
     assert not any(file.is_file() for path in paths for file in path.rglob("*"))
 
 
