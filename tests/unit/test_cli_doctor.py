@@ -155,6 +155,7 @@ runpy.run_module("mlp_offload", run_name="__main__")
     "loaded, level, text",
     [
         ({"megatron": "0.19.2"}, OK, "tested"),
+        ({"megatron": "0.19.2+cbd5115"}, OK, "0.19.2+cbd5115"),
         ({"megatron": "0.18.2"}, NOTE, "the test suite runs on 0.16.1 and 0.19.2"),
         ({"megatron": "0.15.0", "megatron_error": "SelfCheckError: lacks x"}, PROBLEM, "lacks x"),
         ({"megatron_error": "ModuleNotFoundError: megatron"}, NOTE, "OffloadedAdamW, for plain PyTorch, needs none"),
