@@ -167,8 +167,7 @@ class StepPipeline:
     def log_start(self, header: "Mapping[str, Any]") -> None:
         """Put what is known of this start before the steps of the telemetry; see ``startup.header``."""
         if self._log is not None:
-            planned = {"planned_hit_count": sum(map(self._planned_hit_count, self.subgroups))}
-            self._log.start(dict(header) | planned)
+            self._log.start({**header, "planned_hit_count": sum(map(self._planned_hit_count, self.subgroups))})
 
     def indices(self, space: str) -> range:
         """Positions of the space's subgroups in the table of the tiers."""
