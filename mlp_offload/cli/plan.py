@@ -19,7 +19,8 @@ Say what a training needs on each GPU, in each node's memory and on each path, w
 how long an iteration and a last checkpoint take. Needs no GPU, no torch and no Megatron.
 
 MODEL is a recipe, or a file of Megatron flags (one or many a line, `#` begins a comment). Flags after `--` are added to it,
-or are the whole model; --vocab-size has to be among them, for no tokenizer is read. What a number rests on is printed below it; activations, compute and the CPU's speed are estimates.
+or are the whole model. No tokenizer is read, so --vocab-size has to be among them. What a number rests on is printed below
+it; activations, compute and the CPU's speed are estimates.
 """
 
 _EXAMPLES = f"""\
